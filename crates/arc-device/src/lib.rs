@@ -1,0 +1,1 @@
+//! Arc's device layer. The only crate where `unsafe` may appear.

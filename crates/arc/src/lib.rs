@@ -1,0 +1,2 @@
+//! Text, HTTP, JSON and flags: everything around the engine that speaks to people and programs.
+#![forbid(unsafe_code)]

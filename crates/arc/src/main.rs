@@ -1,0 +1,3 @@
+//! The `arc` command.
+#![forbid(unsafe_code)]
+fn main() {}
