@@ -1,1 +1,270 @@
-//! Arc's device layer. The only crate where `unsafe` may appear.
+//! Arc's device layer: what a model may ask of a device, and nothing else.
+//!
+//! Read this file first. Five traits divide what a device can do by *who may do it when*:
+//!
+//! | trait | who | may allocate | may read back or wait |
+//! |---|---|---|---|
+//! | [`Buffers`] | names the storage types | no | no |
+//! | [`Alloc`] | the loader | yes | no |
+//! | [`Ops`] | a forward pass | no | no |
+//! | [`Steps`], [`Landing`] | the runner and the burst driver | no | no ([`Landing::poll`] never blocks) |
+//! | [`Readback`] | tests and tools | no | yes |
+//!
+//! A forward pass is written once, generic over `D: Ops`. It cannot name [`Alloc`] or [`Readback`], so a step cannot
+//! allocate, read back or wait. Whatever changes between steps (positions, tokens, block tables, sampler parameters)
+//! lives in device state ([`step`]), never in an argument, so a step can be recorded and replayed as it stands.
+//!
+//! Devices: [`cpu::Cpu`] computes; [`trace::Trace`] owns no memory and writes down every stage with its bytes.
+//!
+//! # Arithmetic
+//!
+//! Every op says in its contract which of three promises it keeps:
+//!
+//! - **exact**: the same bits on every device;
+//! - **invariant**: on one device, a row's bits depend only on that row's own inputs, not on the other rows, the chunk
+//!   cut, the number of threads, or the instruction set;
+//! - **bounded**: devices agree within a stated error.
+//!
+//! Every op is at least invariant. [`ops::matmul`] states the order of the integer-coded products.
+
+pub mod count;
+pub mod error;
+pub mod ops;
+pub mod step;
+pub mod trace;
+
+use crate::count::Counters;
+use crate::error::{Fault, Result};
+use crate::ops::glu::Activation;
+use crate::ops::kv::{AttentionConfig, Rope};
+use crate::ops::matmul::MatrixSource;
+use crate::step::{Landed, StepClocks, StepDelta, StepKey};
+
+/// A plain value that a buffer can hold.
+pub trait Element: Copy + Default + Send + Sync + std::fmt::Debug + 'static {
+    /// Name for tables and traces.
+    const DTYPE: &'static str;
+}
+
+macro_rules! elements {
+    ($($t:ty => $name:literal),*) => { $(impl Element for $t { const DTYPE: &'static str = $name; })* };
+}
+elements!(f32 => "f32", u32 => "u32", i32 => "i32", u16 => "u16", i8 => "i8", u8 => "u8");
+
+/// The storage types of a device.
+pub trait Buffers: Sized {
+    /// A vector of elements in device memory. `u16` holds the bits of an f16.
+    type Buf<T: Element>;
+    /// A 2-D weight `[out, in]` in its stored format, in the device's own layout.
+    type Matrix;
+}
+
+/// The lifetime of a buffer, and its line in the memory table. There is no fourth.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum MemoryClass {
+    /// Parameters; written once at load.
+    Weights,
+    /// KV pools, rings, slots; sized from [`step::Limits`].
+    State,
+    /// Scratch of a step, sized for the largest and reused by every layer.
+    Workspace,
+}
+
+/// Load time only.
+pub trait Alloc: Buffers {
+    /// `len` zeroed elements. Errors: `OutOfMemory`.
+    fn alloc<T: Element>(&mut self, name: &'static str, class: MemoryClass, len: usize) -> Result<Self::Buf<T>>;
+
+    /// A vector weight with these values. Errors: `OutOfMemory`.
+    fn vector(&mut self, name: &str, values: &[f32]) -> Result<Self::Buf<f32>>;
+
+    /// One matrix from parts stacked along `out`; parts may differ in format but not in `in`. The values and the bytes
+    /// a block are the source's; the layout is the device's. Errors: `MatrixSize`, `OutOfMemory`.
+    fn matrix(&mut self, name: &str, parts: &[MatrixSource<'_>]) -> Result<Self::Matrix>;
+}
+
+/// Root-mean-square norm as a prologue: `x[c] * rsqrt(mean(x^2) + eps) * weight[c]`. Source: Zhang & Sennrich 2019.
+#[derive(Debug)]
+pub struct Norm<'a, D: Buffers> {
+    /// `[dim]` f32.
+    pub weight: &'a D::Buf<f32>,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+impl<D: Buffers> Clone for Norm<'_, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<D: Buffers> Copy for Norm<'_, D> {}
+
+/// Keys and values of one layer, in blocks of [`step::BLOCK_TOKENS`] positions.
+#[derive(Debug)]
+pub struct KvLayer<D: Buffers> {
+    /// `[blocks, n_kv_heads, head_dim, BLOCK_TOKENS]` f16: a tile of keys is read position-wise, without transposing.
+    pub k: D::Buf<u16>,
+    /// `[blocks, n_kv_heads, BLOCK_TOKENS, head_dim]` f16.
+    pub v: D::Buf<u16>,
+}
+
+/// The parts of `qkv_rope_append` that a layer fixes.
+#[derive(Debug)]
+pub struct QkvConfig<'a, D: Buffers> {
+    /// Heads, scale, window.
+    pub attention: AttentionConfig,
+    /// Which values of a head rotate, and how they pair.
+    pub rope: Rope,
+    /// `[context, rope.dim / 2, 2]` f32: cosine and sine by position.
+    pub rope_table: &'a D::Buf<f32>,
+    /// Norm over each query head before rope (Qwen3, Gemma 3).
+    pub q_norm: Option<Norm<'a, D>>,
+    /// Norm over each key head before rope.
+    pub k_norm: Option<Norm<'a, D>>,
+}
+
+/// Model stages. None allocates, reads back, or waits.
+///
+/// Convention: `out` first, then inputs, weights, configuration, rows. Activations are `[rows, dim]` f32, rows in the
+/// order of the step's row table; buffers may be longer than the step needs. `rows` counts padding rows too.
+pub trait Ops: Buffers {
+    /// `out[r] = table[token(r)] * scale`. Exact. `out`: `[rows, dim]`; `table`: `[vocab, dim]`.
+    fn embed(&mut self, out: &mut Self::Buf<f32>, table: &Self::Matrix, scale: f32, rows: usize) -> Result<()>;
+
+    /// `out[r] = w * norm(x[r]) + bias`. `x`: `[rows, in]`; `out`: `[rows, w.out]`; `bias`: `[w.out]`.
+    /// Exact for integer-coded formats, otherwise invariant.
+    fn norm_matmul(
+        &mut self,
+        out: &mut Self::Buf<f32>,
+        x: &Self::Buf<f32>,
+        norm: Norm<'_, Self>,
+        w: &Self::Matrix,
+        bias: Option<&Self::Buf<f32>>,
+        rows: usize,
+    ) -> Result<()>;
+
+    /// Head norms, rope on queries (in place) and keys, and append of keys and values as f16. Exact.
+    /// `qkv`: `[rows, (n_heads + 2 n_kv_heads) * head_dim]`, queries, then keys, then values.
+    fn qkv_rope_append(
+        &mut self,
+        qkv: &mut Self::Buf<f32>,
+        kv: &mut KvLayer<Self>,
+        cfg: &QkvConfig<'_, Self>,
+        rows: usize,
+    ) -> Result<()>;
+
+    /// Softmax attention of each row over the keys at positions `<=` its own (and inside the window). Invariant,
+    /// bounded. `out`: `[rows, n_heads * head_dim]`; `qkv` as above.
+    fn attention(
+        &mut self,
+        out: &mut Self::Buf<f32>,
+        qkv: &Self::Buf<f32>,
+        kv: &KvLayer<Self>,
+        cfg: &AttentionConfig,
+        rows: usize,
+    ) -> Result<()>;
+
+    /// `residual[r] += post_norm(w * x[r])`. Exact for integer-coded formats, otherwise invariant.
+    fn matmul_residual(
+        &mut self,
+        residual: &mut Self::Buf<f32>,
+        x: &Self::Buf<f32>,
+        w: &Self::Matrix,
+        post_norm: Option<Norm<'_, Self>>,
+        rows: usize,
+    ) -> Result<()>;
+
+    /// `out[r] = act(gate * h) * (up * h)`, `h = norm(x[r])`; `w` stacks gate over up. `out`: `[rows, w.out / 2]`.
+    /// Exact for integer-coded formats, otherwise invariant.
+    fn norm_gate_up_glu(
+        &mut self,
+        out: &mut Self::Buf<f32>,
+        x: &Self::Buf<f32>,
+        norm: Norm<'_, Self>,
+        w: &Self::Matrix,
+        act: Activation,
+        rows: usize,
+    ) -> Result<()>;
+
+    /// Gathers the head rows of the table and computes their logits. `logits`: `[heads, vocab]`; `x`: `[rows, dim]`.
+    /// `softcap`: logits become `softcap * tanh(logits / softcap)`.
+    fn head(
+        &mut self,
+        logits: &mut Self::Buf<f32>,
+        x: &Self::Buf<f32>,
+        norm: Norm<'_, Self>,
+        w: &Self::Matrix,
+        softcap: Option<f32>,
+        heads: usize,
+    ) -> Result<()>;
+
+    /// Draws or scores every head row, into the step's ring entry. Exact. May overwrite `logits`.
+    fn sample(&mut self, logits: &mut Self::Buf<f32>, heads: usize) -> Result<()>;
+
+    /// Publishes the step: moves every slot's position past its rows, decides stop and length, advances the head.
+    fn commit(&mut self, rows: usize, heads: usize) -> Result<()>;
+}
+
+/// Running steps: eagerly, or recorded once and replayed.
+pub trait Steps: Ops + Landing {
+    /// Runs the step of this key and returns its number, counted from 1. A recording device runs `body` at warm-up
+    /// only and replays afterwards; an unknown key is then an error, never a late recording.
+    fn step(&mut self, key: StepKey, body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<u64>;
+}
+
+/// How far the device's queue is. There is deliberately no `synchronize`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StreamState {
+    /// Everything enqueued has run.
+    Idle,
+    /// Work is in flight.
+    Busy,
+}
+
+/// The host's view of a running device: sends changes in, watches tokens land.
+pub trait Landing {
+    /// Applies changes before the next enqueued step. Never waits.
+    fn stage(&mut self, delta: StepDelta) -> Result<()>;
+
+    /// Copies the logits of head rows of the last step, which ran as [`step::Part::Forward`], for the host to sample.
+    fn fetch_rows(&mut self, heads: &[u32]) -> Result<()>;
+
+    /// Logits of the `idx`-th fetched row, `[vocab]`, once they have arrived.
+    fn fetched(&self, idx: usize) -> Option<&[f32]>;
+
+    /// Surfaces sticky errors; never blocks.
+    fn poll(&mut self) -> Result<StreamState>;
+
+    /// Steps landed so far.
+    fn head(&self) -> u64;
+
+    /// What head row `head_idx` of a landed step left. Valid until the ring laps it.
+    fn landed(&self, step: u64, head_idx: usize) -> Landed;
+
+    /// Device time stamps of a landed step.
+    fn clocks(&self, step: u64) -> StepClocks;
+
+    /// The sticky device fault, if there is one.
+    fn fault(&self) -> Option<Fault>;
+
+    /// Totals of everything that was counted.
+    fn counters(&self) -> Counters;
+}
+
+/// What the burst driver sees of a device and its model.
+pub trait DeviceLoop: Landing {
+    /// Enqueues one step over the staged row table and returns its number. Refuses to lap the ring's reader.
+    fn enqueue(&mut self, key: StepKey) -> Result<u64>;
+
+    /// Tells the ring that everything up to `step` was read.
+    fn read_to(&mut self, step: u64);
+}
+
+/// Blocking reads. For the loader and tests; never for the decode loop.
+pub trait Readback: Buffers {
+    /// Copies the first `out.len()` elements.
+    fn read<T: Element>(&mut self, buf: &Self::Buf<T>, out: &mut [T]) -> Result<()>;
+
+    /// Overwrites the first `values.len()` elements.
+    fn write<T: Element>(&mut self, buf: &mut Self::Buf<T>, values: &[T]) -> Result<()>;
+}

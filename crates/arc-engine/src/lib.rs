@@ -1,2 +1,4 @@
-//! Arc's engine: tokens in, tokens out. No text, no HTTP, no JSON, no CUDA types.
+//! Arc's engine: tokens in, tokens out. No text, no HTTP, no JSON bodies, no CUDA types.
 #![forbid(unsafe_code)]
+
+pub mod request;

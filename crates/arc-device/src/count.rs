@@ -1,0 +1,48 @@
+//! Counters of everything a step can cost. Each is moved by the one function that does the thing.
+
+/// Totals since the device was made; a step's cost is a difference of two snapshots.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Counters {
+    /// Stages dispatched (CPU) or kernels launched outside graphs (CUDA).
+    pub launches: u64,
+    /// Recorded steps replayed.
+    pub graph_launches: u64,
+    /// Buffers allocated.
+    pub allocs: u64,
+    /// Buffers freed.
+    pub frees: u64,
+    /// Blocking waits for the device.
+    pub syncs: u64,
+    /// Copies to the device.
+    pub h2d_copies: u64,
+    /// Bytes copied to the device.
+    pub h2d_bytes: u64,
+    /// Copies from the device.
+    pub d2h_copies: u64,
+    /// Bytes copied from the device.
+    pub d2h_bytes: u64,
+    /// Bytes of weights that the stages had to read.
+    pub weight_bytes: u64,
+    /// Bytes of KV cache that the stages had to read.
+    pub kv_bytes: u64,
+}
+
+impl std::ops::Sub for Counters {
+    type Output = Counters;
+
+    fn sub(self, before: Counters) -> Counters {
+        Counters {
+            launches: self.launches - before.launches,
+            graph_launches: self.graph_launches - before.graph_launches,
+            allocs: self.allocs - before.allocs,
+            frees: self.frees - before.frees,
+            syncs: self.syncs - before.syncs,
+            h2d_copies: self.h2d_copies - before.h2d_copies,
+            h2d_bytes: self.h2d_bytes - before.h2d_bytes,
+            d2h_copies: self.d2h_copies - before.d2h_copies,
+            d2h_bytes: self.d2h_bytes - before.d2h_bytes,
+            weight_bytes: self.weight_bytes - before.weight_bytes,
+            kv_bytes: self.kv_bytes - before.kv_bytes,
+        }
+    }
+}

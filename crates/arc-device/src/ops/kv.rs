@@ -1,0 +1,51 @@
+//! Rope, the paged KV cache, and attention over it.
+
+/// How the values of a head pair up for rotation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RopeStyle {
+    /// Value `i` with value `i + dim / 2` (Qwen, Gemma; GPT-NeoX).
+    Halves,
+    /// Value `2 i` with value `2 i + 1` (Llama as stored in GGUF).
+    Adjacent,
+}
+
+/// Rotary position embedding. Source: Su et al. 2021.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rope {
+    /// Rotated values at the start of each head; even, at most `head_dim`.
+    pub dim: usize,
+    /// How they pair.
+    pub style: RopeStyle,
+}
+
+/// What one layer's attention fixes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AttentionConfig {
+    /// Query heads.
+    pub n_heads: usize,
+    /// Key and value heads; divides `n_heads`.
+    pub n_kv_heads: usize,
+    /// Values a head.
+    pub head_dim: usize,
+    /// Multiplies every score.
+    pub scale: f32,
+    /// Keys visible to a row, its own included; `None`: all of them.
+    pub window: Option<u32>,
+}
+
+impl AttentionConfig {
+    /// Values of a row of `qkv`.
+    pub fn qkv_dim(&self) -> usize {
+        (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+    }
+
+    /// Elements of one layer's keys (and of its values) in a pool of `blocks`.
+    pub fn kv_elements(&self, blocks: usize) -> usize {
+        blocks * crate::step::BLOCK_TOKENS * self.n_kv_heads * self.head_dim
+    }
+
+    /// The first position visible to the row at `pos`.
+    pub fn first_visible(&self, pos: u32) -> u32 {
+        self.window.map_or(0, |window| (pos + 1).saturating_sub(window))
+    }
+}
