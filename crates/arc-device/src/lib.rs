@@ -29,6 +29,7 @@
 
 pub mod count;
 pub mod error;
+pub mod format;
 pub mod ops;
 pub mod step;
 pub mod trace;
