@@ -30,6 +30,7 @@
 pub mod count;
 pub mod error;
 pub mod format;
+pub mod map;
 pub mod ops;
 pub mod step;
 pub mod trace;
