@@ -31,7 +31,10 @@ pub mod count;
 pub mod error;
 pub mod format;
 pub mod map;
+pub mod math;
 pub mod ops;
+pub mod rng;
+pub mod simd;
 pub mod step;
 pub mod trace;
 
