@@ -228,10 +228,11 @@ pub enum StreamState {
 
 /// The host's view of a running device: sends changes in, watches tokens land.
 pub trait Landing {
-    /// Applies changes before the next enqueued step. Never waits.
-    fn stage(&mut self, delta: StepDelta) -> Result<()>;
+    /// Applies changes before the next enqueued step, after all that are in flight. Never waits.
+    fn stage(&mut self, delta: &StepDelta) -> Result<()>;
 
-    /// Copies the logits of head rows of the last step, which ran as [`step::Part::Forward`], for the host to sample.
+    /// Copies the logits of head rows (numbered in table order) of the last step, which ran as
+    /// [`step::Part::Forward`], for the host to sample.
     fn fetch_rows(&mut self, heads: &[u32]) -> Result<()>;
 
     /// Logits of the `idx`-th fetched row, `[vocab]`, once they have arrived.
@@ -258,7 +259,8 @@ pub trait Landing {
 
 /// What the burst driver sees of a device and its model.
 pub trait DeviceLoop: Landing {
-    /// Enqueues one step over the staged row table and returns its number. Refuses to lap the ring's reader.
+    /// Enqueues one step over the staged row table and returns its number, counted from 1. Refuses to lap the ring's
+    /// reader. A step in two parts is two calls that return the same number; it lands when its `Sample` part does.
     fn enqueue(&mut self, key: StepKey) -> Result<u64>;
 
     /// Tells the ring that everything up to `step` was read.

@@ -70,19 +70,38 @@ pub struct SlotInit {
     pub penalty_prompt: Vec<u32>,
     /// Position of the first row that will run: above 0 where the blocks already hold a shared prefix.
     pub pos: u32,
+    /// Report the logprob of every drawn token, with this many alternatives (at most [`MAX_TOP_LOGPROBS`]).
+    pub logprobs: Option<u32>,
+    /// Alternatives to report beside the logprob of a scored prompt token (at most [`MAX_TOP_LOGPROBS`]).
+    pub prompt_top: u32,
 }
 
-/// Changes before a step.
+/// A token that the host drew from fetched logits. The slot's sample row emits it in place of a draw of its own; what
+/// follows a draw (counts, logprobs, stop ids, length) is the device's as ever.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Forced {
+    /// The row's slot.
+    pub slot: u16,
+    /// The token to emit.
+    pub token: u32,
+    /// 0, or bits of [`landed_flags::FAULT`]: nothing could be drawn, and the row ends with these.
+    pub fault: u32,
+}
+
+/// Changes before a step, applied in the order of the fields: a slot may be released and admitted in one delta.
+/// `masks` and `forced` hold for the next sampling ([`Part::Whole`] or [`Part::Sample`]) only.
 #[derive(Debug, Clone, Default)]
 pub struct StepDelta {
-    /// Slots that start a sequence.
-    pub admit: Vec<SlotInit>,
     /// Slots whose sequence ends now (cancelled, or its tokens are complete): rows that still name them are inert.
     pub release: Vec<u16>,
+    /// Slots that start a sequence.
+    pub admit: Vec<SlotInit>,
     /// A new row table; `None` keeps the last one.
     pub rows: Option<Vec<Row>>,
     /// Grammar bitmasks: slot and one bit a token, lowest bit first.
     pub masks: Vec<(u16, Vec<u32>)>,
+    /// Tokens that the host drew, for a [`Part::Sample`] step.
+    pub forced: Vec<Forced>,
 }
 
 /// Which kernels a step runs; the key of a recorded graph.
@@ -90,7 +109,7 @@ pub struct StepDelta {
 pub struct StepKey {
     /// Rows, padding included.
     pub rows: u32,
-    /// Rows that go through the output head.
+    /// Rows that go through the output head, or the bucket above: the table says which, and how many.
     pub heads: u32,
     /// Longest context of the step.
     pub ctx: CtxClass,
