@@ -23,6 +23,8 @@ pub mod half;
 mod iq2;
 mod unpack;
 
+pub(crate) use unpack::FP4_DOUBLED;
+
 #[cfg(test)]
 mod tests;
 

@@ -28,6 +28,7 @@
 //! Every op is at least invariant. [`ops::matmul`] states the order of the integer-coded products.
 
 pub mod count;
+pub mod cpu;
 pub mod error;
 pub mod format;
 pub mod map;

@@ -8,7 +8,7 @@ use super::iq2;
 use super::{Block32, Format, Scales};
 
 /// Values of FP4 codes (E2M1: sign, exponent, mantissa), doubled so that they are integers, plus the offset 12.
-const FP4_DOUBLED: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0];
+pub(crate) const FP4_DOUBLED: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0];
 
 /// The group `s` of 32 values of one block. `block` has exactly `format.block_bytes()` bytes.
 pub(super) fn unpack(format: Format, block: &[u8], s: usize) -> Block32 {

@@ -1,12 +1,77 @@
 //! Products of activations with stored weights.
+//!
+//! `out[r, n] = sum over k of x[r, k] * w[n, k]`, `w` `[out, in]` in any [`Format`](crate::format::Format).
+//!
+//! # Integer-coded formats: exact
+//!
+//! Activations are quantised to int8 per 32 values of a row:
+//!
+//! ```text
+//! amax = max |x|          d_x = amax / 127          q = round((x / amax) * 127), ties to even
+//! ```
+//!
+//! both divisions and the product being IEEE f32 operations in this order; `amax = 0` gives `q = 0`. Where a block holds
+//! a NaN or an infinity, `q = 0` and `d_x` is not finite, so that every product with it is NaN and the row is refused by
+//! the sampler instead of going on with plausible numbers.
+//!
+//! A weight block of 32 values is integer codes with scales ([`format`](crate::format)). Its contribution is
+//!
+//! ```text
+//! PerBlock   dot = sum (code - offset) * q                      min = sum q
+//! PerHalf    dot = sum over halves h of sc[h] * sum (code - offset) * q
+//!            min = sum over halves h of min[h] * sum q
+//! acc = fma(d_w * d_x, f32(dot), acc)
+//! acc = fma(m_w * d_x, f32(min), acc)                           in formats with a minimum
+//! ```
+//!
+//! with `dot` and `min` int32 and their conversion rounded to nearest. Blocks are added in ascending order inside
+//! slices of [`SLICE`] values, each slice starting from +0; slices are added in ascending order, from +0. Nothing here
+//! depends on an instruction set, on the number of rows or on threads, so every device gives the same bits.
+//!
+//! # Float formats: invariant, bounded
+//!
+//! F32, F16 and BF16 weights meet f32 activations: `acc = fma(w, x, acc)`, `k` ascending inside a slice, slices as
+//! above. The CPU device gives the same bits on every instruction set; other devices may order a slice differently.
+
+#[cfg(test)]
+mod tests;
+
+pub(crate) mod cpu;
+pub(crate) mod kernel;
+pub(crate) mod pack;
+
+use crate::format::Format;
+
+/// Values of `in` that are summed on their own before they join the total.
+pub const SLICE: usize = 256;
 
 /// Where a part of a matrix comes from: rows in a stored format, as they lie in the file.
 #[derive(Debug, Clone, Copy)]
 pub struct MatrixSource<'a> {
+    /// How the rows are stored.
+    pub format: Format,
     /// Output rows.
     pub rows: usize,
     /// Input columns.
     pub cols: usize,
-    /// `rows * row_bytes(cols)` bytes, row after row.
+    /// `rows * format.row_bytes(cols)` bytes, row after row.
     pub bytes: &'a [u8],
+}
+
+impl MatrixSource<'_> {
+    /// Refuses a source whose bytes are not its shape's.
+    pub(crate) fn check(&self, name: &str) -> crate::error::Result<()> {
+        let want = self.format.row_bytes(self.cols).and_then(|row| row.checked_mul(self.rows));
+        if want == Some(self.bytes.len()) {
+            return Ok(());
+        }
+        Err(crate::error::DeviceError::MatrixSize {
+            name: name.to_owned(),
+            rows: self.rows,
+            cols: self.cols,
+            format: self.format.name(),
+            want: want.unwrap_or(0) as u64,
+            have: self.bytes.len() as u64,
+        })
+    }
 }

@@ -1,0 +1,4 @@
+//! The CPU device.
+
+pub(crate) mod buf;
+pub(crate) mod team;

@@ -1,0 +1,374 @@
+//! Matmul on the CPU: quantised activations, and the walk over tiles.
+
+use super::SLICE;
+use super::kernel::{Quantised, Shape, dot_slice};
+use super::pack::{PackedMatrix, Part, SLICE_BLOCKS, Slice, TILE, unpack_floats, unpack_slice};
+use crate::cpu::buf::{Aligned, Shared};
+use crate::cpu::team::Team;
+use crate::format::Coding;
+use crate::simd::{Isa, isa, multiversion};
+
+/// Activation rows that meet an unpacked slice before the next one is unpacked: their int8 values stay in L1.
+const ROW_BLOCK: usize = 64;
+
+/// The inputs of a matmul stage, ready for every format: scratch of the device, sized at load.
+pub(crate) struct Activations {
+    q: Aligned<i8>,
+    d: Aligned<f32>,
+    sums: Aligned<i32>,
+    /// `[rows, cols]`, for float formats and as the place where a norm leaves its result.
+    pub floats: Aligned<f32>,
+    max_rows: usize,
+}
+
+impl Activations {
+    /// Scratch for up to `max_rows` rows of up to `max_cols` values.
+    pub fn new(max_rows: usize, max_cols: usize) -> Activations {
+        // Rounded up, so that the blocks of a row are whole.
+        let cols = max_cols.next_multiple_of(32);
+        Activations {
+            q: Aligned::zeroed(max_rows * cols),
+            d: Aligned::zeroed(max_rows * cols / 32),
+            sums: Aligned::zeroed(max_rows * cols / 16),
+            floats: Aligned::zeroed(max_rows * cols),
+            max_rows,
+        }
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> usize {
+        self.q.len() + 4 * (self.d.len() + self.sums.len() + self.floats.len())
+    }
+
+    /// Rows held.
+    pub fn max_rows(&self) -> usize {
+        self.max_rows
+    }
+
+    /// Fills rows `0..rows` of `w.cols` values for the formats that `w` has: `prepare(r, out)` writes row `r` as f32.
+    pub fn fill(
+        &mut self,
+        team: &mut Team,
+        w: &PackedMatrix,
+        rows: usize,
+        prepare: &(dyn Fn(usize, &mut [f32]) + Sync),
+    ) {
+        let cols = w.cols;
+        assert!(rows <= self.max_rows && rows * cols <= self.floats.len(), "{rows} rows of {cols}");
+        let quantise = w.reads_quantised();
+        let (floats, q, d, sums) = (self.floats.shared(), self.q.shared(), self.d.shared(), self.sums.shared());
+        team.run(rows, &|r| {
+            // SAFETY: a row is written by one task, in each of the four buffers.
+            unsafe {
+                let floats = floats.slice_mut(r * cols, cols);
+                prepare(r, floats);
+                if quantise {
+                    let blocks = cols / 32;
+                    let q = q.slice_mut(r * cols, cols);
+                    quantise_row(
+                        floats,
+                        q,
+                        d.slice_mut(r * blocks, blocks),
+                        sums.slice_mut(2 * r * blocks, 2 * blocks),
+                    );
+                }
+            }
+        });
+    }
+
+    fn quantised(&self, cols: usize) -> Quantised<'_> {
+        Quantised { q: &self.q, d: &self.d, sums: &self.sums, cols }
+    }
+}
+
+multiversion! {
+    /// Quantises a row to int8 per 32 values, as [`super`] states. `x`, `q`: `cols`; `d`: `cols / 32`; `sums`:
+    /// `cols / 16` sums of q.
+    pub(crate) fn quantise_row(x: &[f32], q: &mut [i8], d: &mut [f32], sums: &mut [i32]) {
+        for (((x, q), d), sums) in
+            x.chunks_exact(32).zip(q.chunks_exact_mut(32)).zip(d).zip(sums.chunks_exact_mut(2))
+        {
+            // The bits of |x| order like the numbers, infinity and NaN last.
+            let mut top = 0u32;
+            for x in x {
+                top = top.max(x.to_bits() & 0x7fff_ffff);
+            }
+            let amax = f32::from_bits(top);
+            *d = amax / 127.0;
+            if top == 0 || top >= 0x7f80_0000 {
+                q.fill(0);
+                sums.fill(0);
+                continue;
+            }
+            for (q, x) in q.iter_mut().zip(x) {
+                let scaled = ((x / amax) * 127.0).round_ties_even();
+                // SAFETY: |x| <= amax, so the quotient is at most 1 and the product at most 127.
+                *q = unsafe { scaled.to_int_unchecked::<i32>() } as i8;
+            }
+            for (sum, q) in sums.iter_mut().zip(q.chunks_exact(16)) {
+                *sum = q.iter().map(|&q| i32::from(q)).sum();
+            }
+        }
+    }
+}
+
+/// Products of one tile with a block of rows: `[row][lane]`.
+pub(crate) type Block = [[f32; TILE]];
+
+/// Runs `w` over activation rows `0..rows` and hands every finished block to `sink(first_out, n_out, first_row, block)`.
+pub(crate) fn matmul(
+    team: &mut Team,
+    w: &PackedMatrix,
+    x: &Activations,
+    rows: usize,
+    sink: &(dyn Fn(usize, usize, usize, &Block) + Sync),
+) {
+    let tiles: usize = w.parts.iter().map(Part::n_tiles).sum();
+    for_tile_runs(team, tiles, &|first, last| {
+        let mut work = Work::new();
+        for_row_blocks(rows, |row, n| {
+            for t in first..last {
+                let (part, t) = locate(&w.parts, t);
+                let acc = &mut work.acc[0][..n];
+                tile_product(part, t, w.cols, x, row, acc, &mut work.scratch);
+                let lanes = TILE.min(part.rows - t * TILE);
+                sink(part.first_row + t * TILE, lanes, row, acc);
+            }
+        });
+    });
+}
+
+/// As [`matmul`] for a matrix of two equal parts, tile `t` of both at once: `sink(first_out, n_out, row, first, second)`.
+pub(crate) fn matmul_pairs(
+    team: &mut Team,
+    w: &PackedMatrix,
+    x: &Activations,
+    rows: usize,
+    sink: &(dyn Fn(usize, usize, usize, &Block, &Block) + Sync),
+) {
+    let [a, b] = &w.parts[..] else { panic!("a gated matrix has two parts, this one {}", w.parts.len()) };
+    assert_eq!(a.rows, b.rows, "the parts of a gated matrix have equal rows");
+    for_tile_runs(team, a.n_tiles(), &|first, last| {
+        let mut work = Work::new();
+        for_row_blocks(rows, |row, n| {
+            for t in first..last {
+                let [first, second] = &mut work.acc;
+                tile_product(a, t, w.cols, x, row, &mut first[..n], &mut work.scratch);
+                tile_product(b, t, w.cols, x, row, &mut second[..n], &mut work.scratch);
+                sink(t * TILE, TILE.min(a.rows - t * TILE), row, &first[..n], &second[..n]);
+            }
+        });
+    });
+}
+
+/// Splits `tiles` into runs and gives them to the team: enough of them to even out, few enough to stay cheap.
+fn for_tile_runs(team: &mut Team, tiles: usize, run: &(dyn Fn(usize, usize) + Sync)) {
+    let wanted = if team.threads() == 1 { 1 } else { team.threads() * 6 };
+    let len = tiles.div_ceil(wanted).max(1);
+    team.run(tiles.div_ceil(len), &|i| run(i * len, (i * len + len).min(tiles)));
+}
+
+fn for_row_blocks(rows: usize, mut block: impl FnMut(usize, usize)) {
+    for row in (0..rows).step_by(ROW_BLOCK) {
+        block(row, ROW_BLOCK.min(rows - row));
+    }
+}
+
+/// The part that the `t`-th tile of a matrix lies in, and its number there.
+fn locate(parts: &[Part], mut t: usize) -> (&Part, usize) {
+    for part in parts {
+        if t < part.n_tiles() {
+            return (part, t);
+        }
+        t -= part.n_tiles();
+    }
+    unreachable!("tile past the end of a matrix");
+}
+
+/// What a task keeps on its stack.
+struct Work {
+    acc: [[[f32; TILE]; ROW_BLOCK]; 2],
+    scratch: Scratch,
+}
+
+/// Room for one slice of a tile, in either view.
+union Scratch {
+    codes: std::mem::ManuallyDrop<Slice>,
+    floats: [[f32; TILE]; SLICE],
+}
+
+impl Work {
+    fn new() -> Work {
+        Work { acc: [[[0.0; TILE]; ROW_BLOCK]; 2], scratch: Scratch { floats: [[0.0; TILE]; SLICE] } }
+    }
+}
+
+/// `acc[r] = tile t of part * x[row + r]`.
+fn tile_product(
+    part: &Part,
+    t: usize,
+    cols: usize,
+    x: &Activations,
+    row: usize,
+    acc: &mut Block,
+    scratch: &mut Scratch,
+) {
+    acc.fill([0.0; TILE]);
+    // SAFETY: `isa` names what the machine has. The union's views are plain numbers, zeroed at first, so reading one
+    // after the other was written is sound.
+    unsafe {
+        match isa() {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => tile_avx512(part, t, cols, x, row, acc, scratch),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => tile_avx2(part, t, cols, x, row, acc, scratch),
+            _ => tile_body(Isa::Scalar, part, t, cols, x, row, acc, scratch),
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,lzcnt,popcnt")]
+#[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vnni")]
+unsafe fn tile_avx512(
+    part: &Part,
+    t: usize,
+    cols: usize,
+    x: &Activations,
+    row: usize,
+    acc: &mut Block,
+    scratch: &mut Scratch,
+) {
+    // SAFETY: this function is compiled for the set; its caller checked that the machine has it.
+    unsafe { tile_body(Isa::Avx512, part, t, cols, x, row, acc, scratch) }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,lzcnt,popcnt")]
+unsafe fn tile_avx2(
+    part: &Part,
+    t: usize,
+    cols: usize,
+    x: &Activations,
+    row: usize,
+    acc: &mut Block,
+    scratch: &mut Scratch,
+) {
+    // SAFETY: this function is compiled for the set; its caller checked that the machine has it.
+    unsafe { tile_body(Isa::Avx2, part, t, cols, x, row, acc, scratch) }
+}
+
+/// # Safety
+/// The machine has `isa`, and the caller is compiled for it.
+#[inline(always)]
+unsafe fn tile_body(
+    isa: Isa,
+    part: &Part,
+    t: usize,
+    cols: usize,
+    x: &Activations,
+    row: usize,
+    acc: &mut Block,
+    scratch: &mut Scratch,
+) {
+    let tile = part.tile(t);
+    if part.format.coding() == Coding::Float {
+        // SAFETY: plain numbers, see `tile_product`.
+        let weights = unsafe { &mut scratch.floats };
+        for first in (0..cols).step_by(SLICE) {
+            let n = SLICE.min(cols - first);
+            unpack_floats(isa, part.format, tile, first, &mut weights[..n]);
+            float_slice(&weights[..n], &x.floats, cols, row, first, acc);
+        }
+        return;
+    }
+    let shape = Shape::of(part.format);
+    let x = x.quantised(cols);
+    // SAFETY: plain numbers, see `tile_product`.
+    let slice = unsafe { &mut *scratch.codes };
+    let blocks = cols / 32;
+    for first in (0..blocks).step_by(SLICE_BLOCKS) {
+        let n = SLICE_BLOCKS.min(blocks - first);
+        unpack_slice(isa, part.format, tile, first, n, slice);
+        // SAFETY: as this function's own promise.
+        unsafe { dot_slice(isa, shape, slice, x, row, first, n, acc) };
+    }
+}
+
+/// `acc[r] += weights * x[row + r]` over columns `first ..`, each lane a chain of fused multiply-adds.
+#[inline(always)]
+fn float_slice(weights: &[[f32; TILE]], x: &[f32], cols: usize, row: usize, first: usize, acc: &mut Block) {
+    let mut row = row;
+    for group in acc.chunks_mut(4) {
+        let mut sum = [[0.0f32; TILE]; 4];
+        let at = |r: usize| &x[(row + r) * cols + first..][..weights.len()];
+        // Rows past the group's end repeat its last one, so that one loop serves every size.
+        let x: [&[f32]; 4] = std::array::from_fn(|r| at(r.min(group.len() - 1)));
+        for (k, w) in weights.iter().enumerate() {
+            for r in 0..4 {
+                for lane in 0..TILE {
+                    sum[r][lane] = w[lane].mul_add(x[r][k], sum[r][lane]);
+                }
+            }
+        }
+        for (total, sum) in group.iter_mut().zip(sum) {
+            for lane in 0..TILE {
+                total[lane] += sum[lane];
+            }
+        }
+        row += group.len();
+    }
+}
+
+/// Writes row `index` of a matrix as f32: the values that the format's definition gives.
+pub(crate) fn decode_row(w: &PackedMatrix, index: usize, out: &mut [f32]) {
+    let part = w.parts.iter().rev().find(|part| part.first_row <= index).expect("the first part starts at 0");
+    let (t, lane) = ((index - part.first_row) / TILE, (index - part.first_row) % TILE);
+    let tile = part.tile(t);
+    let Some(codes) = part.format.codes() else {
+        let mut floats = [[0.0; TILE]; SLICE];
+        for (i, out) in out.chunks_mut(SLICE).enumerate() {
+            unpack_floats(Isa::Scalar, part.format, tile, i * SLICE, &mut floats[..out.len()]);
+            out.iter_mut().zip(&floats).for_each(|(out, row)| *out = row[lane]);
+        }
+        return;
+    };
+    let per_half = matches!(part.format.coding(), Coding::PerHalf(_));
+    let mut slice = Slice::zeroed();
+    for (i, out) in out.chunks_mut(SLICE).enumerate() {
+        unpack_slice(Isa::Scalar, part.format, tile, i * SLICE_BLOCKS, out.len() / 32, &mut slice);
+        for (k, out) in out.iter_mut().enumerate() {
+            let (b, k) = (k / 32, k % 32);
+            let code = slice.codes[b][64 * (k / 4) + 4 * lane + k % 4];
+            let q = f32::from(i16::from(code) - i16::from(codes.offset));
+            let (mut d, mut m) = (slice.d[b][lane], slice.m[b][lane]);
+            if per_half {
+                d *= slice.sc[b][k / 16][lane] as f32;
+                m *= slice.min[b][k / 16][lane] as f32;
+            }
+            *out = if codes.has_min { d * q + m } else { d * q };
+        }
+    }
+}
+
+/// Scatters a block into row-major output: `out[row + r][first_out ..]`, `stride` values a row.
+///
+/// # Safety
+/// No other task writes these columns of these rows.
+pub(crate) unsafe fn store(
+    out: Shared<'_, f32>,
+    stride: usize,
+    first_out: usize,
+    lanes: usize,
+    row: usize,
+    block: &Block,
+    mut put: impl FnMut(usize, &mut f32, f32),
+) {
+    for (r, values) in block.iter().enumerate() {
+        // SAFETY: by the caller's promise.
+        let out = unsafe { out.slice_mut((row + r) * stride + first_out, lanes) };
+        for (lane, (out, value)) in out.iter_mut().zip(values).enumerate() {
+            put(lane, out, *value);
+        }
+    }
+}
