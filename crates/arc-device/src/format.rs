@@ -200,26 +200,30 @@ impl Format {
         Self::ALL.into_iter().find(|format| format.name().eq_ignore_ascii_case(name))
     }
 
+    /// The format's GGUF tensor type code.
+    pub const fn ggml_type(self) -> u32 {
+        match self {
+            Self::F32 => 0,
+            Self::F16 => 1,
+            Self::Q4_0 => 2,
+            Self::Q4_1 => 3,
+            Self::Q5_0 => 6,
+            Self::Q5_1 => 7,
+            Self::Q8_0 => 8,
+            Self::Q2K => 10,
+            Self::Q3K => 11,
+            Self::Q4K => 12,
+            Self::Q5K => 13,
+            Self::Q6K => 14,
+            Self::Iq2Xxs => 16,
+            Self::Bf16 => 30,
+            Self::Mxfp4 => 39,
+        }
+    }
+
     /// The format of a GGUF tensor type code; `None` for codes that Arc does not read.
-    pub const fn from_ggml_type(code: u32) -> Option<Self> {
-        Some(match code {
-            0 => Self::F32,
-            1 => Self::F16,
-            2 => Self::Q4_0,
-            3 => Self::Q4_1,
-            6 => Self::Q5_0,
-            7 => Self::Q5_1,
-            8 => Self::Q8_0,
-            10 => Self::Q2K,
-            11 => Self::Q3K,
-            12 => Self::Q4K,
-            13 => Self::Q5K,
-            14 => Self::Q6K,
-            16 => Self::Iq2Xxs,
-            30 => Self::Bf16,
-            39 => Self::Mxfp4,
-            _ => return None,
-        })
+    pub fn from_ggml_type(code: u32) -> Option<Self> {
+        Self::ALL.into_iter().find(|format| format.ggml_type() == code)
     }
 
     /// How the format stores numbers, with the constants of its codes.

@@ -1,4 +1,5 @@
 //! Arc's engine: tokens in, tokens out. No text, no HTTP, no JSON bodies, no CUDA types.
 #![forbid(unsafe_code)]
 
+pub mod load;
 pub mod request;

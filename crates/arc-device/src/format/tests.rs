@@ -114,6 +114,7 @@ fn names_and_codes_lead_back_to_the_format() {
     assert_eq!(Format::from_name("q4"), None);
     let known = (0..64).filter_map(Format::from_ggml_type).collect::<std::collections::BTreeSet<_>>();
     assert_eq!(known.len(), Format::ALL.len());
+    assert!(Format::ALL.iter().all(|&format| Format::from_ggml_type(format.ggml_type()) == Some(format)));
 }
 
 #[test]

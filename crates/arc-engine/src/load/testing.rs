@@ -1,0 +1,134 @@
+//! Writers of small model files for tests: whole ones, and ones that lie.
+
+use arc_device::format::Format;
+
+use super::gguf::ValueType;
+
+/// Builds a GGUF file in memory. Every field can be set to something that is not true.
+#[derive(Clone, Debug)]
+pub struct GgufWriter {
+    /// The first four bytes.
+    pub magic: [u8; 4],
+    /// Version of the file format.
+    pub version: u32,
+    /// Number of tensors, if not the true one.
+    pub n_tensors: Option<u64>,
+    /// Number of metadata entries, if not the true one.
+    pub n_metadata: Option<u64>,
+    /// Alignment that is used; `general.alignment` is written by the caller.
+    pub alignment: usize,
+    /// Metadata entries: key, type and value in bytes.
+    pub metadata: Vec<(Vec<u8>, Vec<u8>)>,
+    /// Tensors, laid out in this order.
+    pub tensors: Vec<TensorSpec>,
+}
+
+/// One tensor of a [`GgufWriter`].
+#[derive(Clone, Debug)]
+pub struct TensorSpec {
+    /// Name.
+    pub name: Vec<u8>,
+    /// Dimensions, innermost first.
+    pub dims: Vec<u64>,
+    /// Number of dimensions, if not the true one.
+    pub n_dims: Option<u32>,
+    /// GGUF type code.
+    pub code: u32,
+    /// Offset in the tensor data, if not the true one.
+    pub offset: Option<u64>,
+    /// Content.
+    pub data: Vec<u8>,
+}
+
+/// The bytes of a GGUF string.
+pub fn string(text: impl AsRef<[u8]>) -> Vec<u8> {
+    let text = text.as_ref();
+    [&(text.len() as u64).to_le_bytes(), text].concat()
+}
+
+/// The bytes of a GGUF array value: element type, length, elements.
+pub fn array(element: ValueType, len: u64, elements: &[u8]) -> Vec<u8> {
+    [&element.code().to_le_bytes()[..], &len.to_le_bytes(), elements].concat()
+}
+
+impl Default for GgufWriter {
+    fn default() -> Self {
+        Self {
+            magic: *b"GGUF",
+            version: 3,
+            n_tensors: None,
+            n_metadata: None,
+            alignment: 32,
+            metadata: Vec::new(),
+            tensors: Vec::new(),
+        }
+    }
+}
+
+impl GgufWriter {
+    /// Adds a metadata entry of a type, with the bytes of its value.
+    pub fn value(mut self, key: &str, value_type: ValueType, value: impl AsRef<[u8]>) -> Self {
+        let typed = [&value_type.code().to_le_bytes(), value.as_ref()].concat();
+        self.metadata.push((key.into(), typed));
+        self
+    }
+
+    /// Adds an unsigned integer.
+    pub fn u32(self, key: &str, value: u32) -> Self {
+        self.value(key, ValueType::U32, value.to_le_bytes())
+    }
+
+    /// Adds a float.
+    pub fn f32(self, key: &str, value: f32) -> Self {
+        self.value(key, ValueType::F32, value.to_le_bytes())
+    }
+
+    /// Adds a string.
+    pub fn str(self, key: &str, value: &str) -> Self {
+        self.value(key, ValueType::Str, string(value))
+    }
+
+    /// Adds an array of strings.
+    pub fn strs(self, key: &str, values: &[&str]) -> Self {
+        let elements = values.iter().flat_map(string).collect::<Vec<_>>();
+        self.value(key, ValueType::Array, array(ValueType::Str, values.len() as u64, &elements))
+    }
+
+    /// Adds a tensor. `shape`: outermost first; `data`: the bytes that shape and format need.
+    pub fn tensor(mut self, name: &str, format: Format, shape: &[usize], data: Vec<u8>) -> Self {
+        self.tensors.push(TensorSpec {
+            name: name.into(),
+            dims: shape.iter().rev().map(|&dim| dim as u64).collect(),
+            n_dims: None,
+            code: format.ggml_type(),
+            offset: None,
+            data,
+        });
+        self
+    }
+
+    /// The file.
+    pub fn bytes(&self) -> Vec<u8> {
+        let mut out = self.magic.to_vec();
+        out.extend(self.version.to_le_bytes());
+        out.extend(self.n_tensors.unwrap_or(self.tensors.len() as u64).to_le_bytes());
+        out.extend(self.n_metadata.unwrap_or(self.metadata.len() as u64).to_le_bytes());
+        for (key, typed) in &self.metadata {
+            out.extend(string(key));
+            out.extend(typed);
+        }
+        let mut data = Vec::new();
+        for tensor in &self.tensors {
+            data.resize(data.len().next_multiple_of(self.alignment), 0);
+            out.extend(string(&tensor.name));
+            out.extend(tensor.n_dims.unwrap_or(tensor.dims.len() as u32).to_le_bytes());
+            out.extend(tensor.dims.iter().flat_map(|dim| dim.to_le_bytes()));
+            out.extend(tensor.code.to_le_bytes());
+            out.extend(tensor.offset.unwrap_or(data.len() as u64).to_le_bytes());
+            data.extend(&tensor.data);
+        }
+        out.resize(out.len().next_multiple_of(self.alignment), 0);
+        out.extend(data);
+        out
+    }
+}
