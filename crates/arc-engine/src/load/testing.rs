@@ -132,3 +132,9 @@ impl GgufWriter {
         out
     }
 }
+
+/// A safetensors file of a header, true or not, and data.
+pub fn safetensors_bytes(header: impl AsRef<[u8]>, data: &[u8]) -> Vec<u8> {
+    let header = header.as_ref();
+    [&(header.len() as u64).to_le_bytes(), header, data].concat()
+}

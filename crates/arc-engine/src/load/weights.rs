@@ -224,17 +224,18 @@ impl Weights {
 
 /// Sorts the tensors of one file by name and refuses two of one name and two that share bytes.
 pub(super) fn check_table(tensors: &mut [Tensor]) -> Result<(), HeaderError> {
-    tensors.sort_unstable_by_key(|tensor| tensor.range.start);
-    if let Some([first, second]) = tensors.array_windows().find(|[a, b]| b.range.start < a.range.end) {
-        return Err(HeaderError::Overlap {
+    tensors.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+    if let Some([a, _]) = tensors.array_windows().find(|[a, b]| a.name == b.name) {
+        return Err(HeaderError::DuplicateTensor { name: a.name.to_string() });
+    }
+    let mut by_start = tensors.iter().collect::<Vec<_>>();
+    by_start.sort_by_key(|tensor| tensor.range.start);
+    match by_start.array_windows().find(|[a, b]| b.range.start < a.range.end) {
+        Some([first, second]) => Err(HeaderError::Overlap {
             first: first.name.to_string(),
             second: second.name.to_string(),
             offset: second.range.start as u64,
-        });
-    }
-    tensors.sort_unstable_by(|a, b| a.name.cmp(&b.name));
-    match tensors.array_windows().find(|[a, b]| a.name == b.name) {
-        Some([a, _]) => Err(HeaderError::DuplicateTensor { name: a.name.to_string() }),
+        }),
         None => Ok(()),
     }
 }
