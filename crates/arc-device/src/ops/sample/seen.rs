@@ -1,0 +1,52 @@
+//! Which tokens a sequence holds, kept up to date as it grows and is taken back.
+
+use super::SeenToken;
+
+/// Distinct tokens of one sequence's prompt and output, for the penalties.
+///
+/// Takes 4 bytes for each id of the vocabulary: make one only where
+/// [`SamplerParams::reads_seen`](super::SamplerParams::reads_seen). Never allocates after it is made.
+#[derive(Debug, Clone)]
+pub struct SeenTokens {
+    /// By id: index in `tokens` plus one, or 0.
+    index: Vec<u32>,
+    tokens: Vec<SeenToken>,
+}
+
+impl SeenTokens {
+    /// A sequence's prompt, before any output. `len_max` is the most tokens that prompt and output will hold.
+    /// Panics where a prompt token is outside the vocabulary.
+    pub fn new(vocab: usize, prompt: &[u32], len_max: usize) -> Self {
+        let mut seen = SeenTokens { index: vec![0; vocab], tokens: Vec::with_capacity(len_max.min(vocab)) };
+        for &id in prompt {
+            seen.entry(id).in_prompt = true;
+        }
+        seen
+    }
+
+    /// The output grew by a token. Panics where it is outside the vocabulary.
+    pub fn push(&mut self, id: u32) {
+        self.entry(id).in_output += 1;
+    }
+
+    /// The output lost a token (a draft that was not accepted). Panics where the output does not hold it.
+    pub fn pop(&mut self, id: u32) {
+        let entry = self.entry(id);
+        assert!(entry.in_output > 0, "token {id} is taken back, but the output does not hold it");
+        entry.in_output -= 1;
+    }
+
+    /// Every token seen; may hold tokens whose counts have gone back to nothing.
+    pub fn tokens(&self) -> &[SeenToken] {
+        &self.tokens
+    }
+
+    fn entry(&mut self, id: u32) -> &mut SeenToken {
+        let index = &mut self.index[id as usize];
+        if *index == 0 {
+            self.tokens.push(SeenToken { id, in_output: 0, in_prompt: false });
+            *index = self.tokens.len() as u32;
+        }
+        &mut self.tokens[*index as usize - 1]
+    }
+}

@@ -1,0 +1,73 @@
+//! A row is drawn without touching the heap, whatever its parameters.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use arc_device::ops::sample::dry::DryTable;
+use arc_device::ops::sample::seen::SeenTokens;
+use arc_device::ops::sample::{DryConfig, DryInputs, RowInputs, SamplerConfig, SamplerParams, Scratch};
+use arc_device::ops::sample::{logprobs_row, sample_row};
+
+struct Counting;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: every call is passed on to the system allocator unchanged.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's contract is the system allocator's.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: as above.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+#[test]
+fn rows_do_not_allocate() {
+    let vocab = 5_000;
+    let logits: Vec<f32> = (0..vocab).map(|i| (i * 7919 % 1000) as f32 * 0.01).collect();
+    let history: Vec<u32> = (0..300).map(|i| i % 7).collect();
+    let mut seen = SeenTokens::new(vocab, &history, 600);
+    let dry = DryConfig { multiplier: 0.8, base: 1.75, allowed_length: 2, window: 200, breakers: vec![9] };
+    let table = DryTable::new(&dry).expect("it is present");
+    let mask = vec![0xffff_fff0u32; vocab.div_ceil(32)];
+    let mut scratch = Scratch::new(vocab, 200);
+    let config = SamplerConfig {
+        temperature: 0.8,
+        top_k: 100,
+        top_p: 0.9,
+        min_p: 0.01,
+        presence: 0.1,
+        frequency: 0.1,
+        repetition: 1.1,
+        min_tokens: 1_000,
+        ..SamplerConfig::default()
+    };
+    let everything = SamplerParams::new(&config);
+    let greedy = SamplerParams::new(&SamplerConfig { temperature: 0.0, ..SamplerConfig::default() });
+
+    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    assert!(before > 0, "nothing is counted");
+    for draw_index in 0..100 {
+        let row = RowInputs {
+            bias: &[(3, 1.5)],
+            grammar: Some(&mask),
+            stop_ids: &[5],
+            seen: seen.tokens(),
+            dry: Some(DryInputs { table: &table, history: &history }),
+            logprobs: Some(20),
+        };
+        let token = sample_row(&logits, &everything, &row, draw_index, &mut scratch).token.expect("finite logits");
+        seen.push(token);
+        sample_row(&logits, &greedy, &RowInputs::default(), draw_index, &mut scratch).token.expect("finite logits");
+        logprobs_row(&logits, token, 20, &mut scratch).expect("finite logits");
+    }
+    assert_eq!(ALLOCATIONS.load(Ordering::Relaxed) - before, 0);
+}
