@@ -1,3 +1,8 @@
 //! The `arc` command.
 #![forbid(unsafe_code)]
-fn main() {}
+
+mod cli;
+
+fn main() -> std::process::ExitCode {
+    cli::main()
+}
