@@ -1,0 +1,10 @@
+//! The text layer against reference tokenizers, and against itself in every split.
+//!
+//! Models and reference tokenizers are found in the folder `ARC_TEST_MODELS`, else in `~/.cache/arc/models`;
+//! `tests/reference/fetch_tokenizers.sh` puts the tokenizers there. Goldens: see `tests/reference/tokenizer_goldens.py`.
+#![forbid(unsafe_code)]
+
+#[path = "text/gguf.rs"]
+mod gguf;
+#[path = "text/golden.rs"]
+mod golden;
