@@ -1,4 +1,196 @@
-//! The CPU device.
+//! The CPU device: a thread team, SIMD kernels, and the same slots and ring that a GPU would have.
+//!
+//! A step runs inside [`Steps::step`](crate::Steps::step) on the calling thread and its team, so it has landed when the
+//! call returns. Nothing is recorded: every stage is dispatched again, which costs a microsecond.
 
 pub(crate) mod buf;
+mod stages;
+mod state;
 pub(crate) mod team;
+
+use crate::count::Counters;
+use crate::error::{DeviceError, Fault, Result};
+use crate::ops::matmul::MatrixSource;
+use crate::ops::matmul::cpu::Activations;
+use crate::ops::matmul::pack::PackedMatrix;
+use crate::step::{Landed, Limits, Part, StepClocks, StepDelta, StepKey};
+use crate::{Alloc, Buffers, Element, Landing, MemoryClass, ModelShape, Readback, Steps, StreamState};
+use buf::Aligned;
+use state::State;
+use team::Team;
+
+/// The CPU as a device.
+pub struct Cpu {
+    team: Team,
+    limits: Limits,
+    state: State,
+    acts: Activations,
+    /// Widest matrix so far; `acts` is sized for it before the first step.
+    max_cols: usize,
+    /// A product that is normed before it joins the residual, `[rows, cols]`.
+    product: Aligned<f32>,
+    /// Partial attention of the rows whose splits run in parallel.
+    partials: Aligned<f32>,
+    counters: Counters,
+    memory: Vec<(String, MemoryClass, u64)>,
+}
+
+impl Cpu {
+    /// A device of `threads` threads in all, with state for `limits`.
+    pub fn new(threads: usize, limits: Limits) -> Cpu {
+        let mut cpu = Cpu {
+            team: Team::new(threads),
+            limits,
+            state: State::new(&limits),
+            acts: Activations::new(0, 0),
+            max_cols: 0,
+            product: Aligned::zeroed(0),
+            partials: Aligned::zeroed(stages::PARTIALS),
+            counters: Counters::default(),
+            memory: Vec::new(),
+        };
+        let bytes = cpu.state.bytes();
+        cpu.note("slots and ring", MemoryClass::State, bytes);
+        cpu.note("attention partials", MemoryClass::Workspace, 4 * stages::PARTIALS as u64);
+        cpu
+    }
+
+    /// Threads that work on a step.
+    pub fn threads(&self) -> usize {
+        self.team.threads()
+    }
+
+    /// The limits that the device was made for.
+    pub fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// Everything allocated so far: name, class, bytes.
+    pub fn memory(&self) -> &[(String, MemoryClass, u64)] {
+        &self.memory
+    }
+
+    fn note_workspace(&mut self, name: &str, bytes: usize) {
+        self.note(name, MemoryClass::Workspace, bytes as u64);
+    }
+
+    fn note(&mut self, name: &str, class: MemoryClass, bytes: u64) {
+        self.counters.allocs += 1;
+        match self.memory.iter_mut().find(|(known, known_class, _)| known == name && *known_class == class) {
+            Some(entry) => entry.2 += bytes,
+            None => self.memory.push((name.to_owned(), class, bytes)),
+        }
+    }
+}
+
+impl Buffers for Cpu {
+    type Buf<T: Element> = Aligned<T>;
+    type Matrix = PackedMatrix;
+}
+
+impl Alloc for Cpu {
+    fn alloc<T: Element>(&mut self, name: &'static str, class: MemoryClass, len: usize) -> Result<Aligned<T>> {
+        let bytes = len.checked_mul(size_of::<T>()).map_or(u64::MAX, |bytes| bytes as u64);
+        if bytes > isize::MAX as u64 / 2 {
+            return Err(DeviceError::OutOfMemory { name: name.to_owned(), bytes, free: 0 });
+        }
+        self.note(name, class, bytes);
+        Ok(Aligned::zeroed(len))
+    }
+
+    fn vector(&mut self, _name: &str, values: &[f32]) -> Result<Aligned<f32>> {
+        let mut buf = Aligned::zeroed(values.len());
+        buf.copy_from_slice(values);
+        self.note("vectors", MemoryClass::Weights, 4 * values.len() as u64);
+        Ok(buf)
+    }
+
+    fn matrix(&mut self, name: &str, parts: &[MatrixSource<'_>]) -> Result<PackedMatrix> {
+        for part in parts {
+            part.check(name)?;
+            assert_eq!(part.cols, parts[0].cols, "parts of {name} have equal columns");
+        }
+        let matrix = PackedMatrix::pack(&mut self.team, parts);
+        self.max_cols = self.max_cols.max(matrix.cols);
+        self.note("matrices", MemoryClass::Weights, matrix.bytes() as u64);
+        Ok(matrix)
+    }
+
+    fn finish(&mut self, shape: &ModelShape) -> Result<()> {
+        let rows = self.limits.rows.max(self.limits.heads);
+        self.acts = Activations::new(rows, self.max_cols);
+        self.product = Aligned::zeroed(if shape.post_norms { rows * shape.hidden } else { 0 });
+        let sampler_bytes = self.state.set_vocab(shape.vocab, self.team.threads());
+        self.note_workspace("activations", self.acts.bytes() + 4 * self.product.len());
+        self.note_workspace("samplers", sampler_bytes as usize);
+        Ok(())
+    }
+}
+
+impl Steps for Cpu {
+    fn step(&mut self, key: StepKey, body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<u64> {
+        self.state.begin(key)?;
+        body(self)?;
+        if key.part == Part::Forward {
+            self.state.stamp_forward();
+            return Ok(self.state.landed_steps() + 1);
+        }
+        Ok(self.state.landed_steps())
+    }
+}
+
+impl Landing for Cpu {
+    fn stage(&mut self, delta: &StepDelta) -> Result<()> {
+        self.state.stage(delta);
+        Ok(())
+    }
+
+    fn fetch_rows(&mut self, heads: &[u32]) -> Result<()> {
+        self.state.fetch(heads);
+        Ok(())
+    }
+
+    fn fetched(&self, idx: usize) -> Option<&[f32]> {
+        self.state.fetched(idx)
+    }
+
+    fn poll(&mut self) -> Result<StreamState> {
+        Ok(StreamState::Idle)
+    }
+
+    fn head(&self) -> u64 {
+        self.state.landed_steps()
+    }
+
+    fn landed(&self, step: u64, head_idx: usize) -> Landed {
+        self.state.landed(step, head_idx)
+    }
+
+    fn read_to(&mut self, step: u64) {
+        self.state.read_to(step);
+    }
+
+    fn clocks(&self, step: u64) -> StepClocks {
+        self.state.clocks(step)
+    }
+
+    fn fault(&self) -> Option<Fault> {
+        None
+    }
+
+    fn counters(&self) -> Counters {
+        self.counters
+    }
+}
+
+impl Readback for Cpu {
+    fn read<T: Element>(&mut self, buf: &Aligned<T>, out: &mut [T]) -> Result<()> {
+        out.copy_from_slice(&buf[..out.len()]);
+        Ok(())
+    }
+
+    fn write<T: Element>(&mut self, buf: &mut Aligned<T>, values: &[T]) -> Result<()> {
+        buf[..values.len()].copy_from_slice(values);
+        Ok(())
+    }
+}

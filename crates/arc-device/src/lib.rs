@@ -87,6 +87,20 @@ pub trait Alloc: Buffers {
     /// One matrix from parts stacked along `out`; parts may differ in format but not in `in`. The values and the bytes
     /// a block are the source's; the layout is the device's. Errors: `MatrixSize`, `OutOfMemory`.
     fn matrix(&mut self, name: &str, parts: &[MatrixSource<'_>]) -> Result<Self::Matrix>;
+
+    /// Everything is loaded: sizes what the device itself needs of workspace. Nothing is allocated afterwards.
+    fn finish(&mut self, shape: &ModelShape) -> Result<()>;
+}
+
+/// What a device must know of a model beyond its buffers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ModelShape {
+    /// Tokens of the vocabulary.
+    pub vocab: usize,
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Whether a product is normed before it joins the residual.
+    pub post_norms: bool,
 }
 
 /// Root-mean-square norm as a prologue: `x[c] * rsqrt(mean(x^2) + eps) * weight[c]`. Source: Zhang & Sennrich 2019.
@@ -248,6 +262,9 @@ pub trait Landing {
     /// What head row `head_idx` of a landed step left. Valid until the ring laps it.
     fn landed(&self, step: u64, head_idx: usize) -> Landed;
 
+    /// Tells the ring that everything up to `step` was read, so that it may be overwritten.
+    fn read_to(&mut self, step: u64);
+
     /// Device time stamps of a landed step.
     fn clocks(&self, step: u64) -> StepClocks;
 
@@ -263,9 +280,6 @@ pub trait DeviceLoop: Landing {
     /// Enqueues one step over the staged row table and returns its number, counted from 1. Refuses to lap the ring's
     /// reader. A step in two parts is two calls that return the same number; it lands when its `Sample` part does.
     fn enqueue(&mut self, key: StepKey) -> Result<u64>;
-
-    /// Tells the ring that everything up to `step` was read.
-    fn read_to(&mut self, step: u64);
 }
 
 /// Blocking reads. For the loader and tests; never for the decode loop.

@@ -3,4 +3,5 @@
 pub mod glu;
 pub mod kv;
 pub mod matmul;
+pub mod norm;
 pub mod sample;

@@ -160,7 +160,48 @@ macro_rules! multiversion {
     )+};
 }
 
+/// Makes `$name` dispatch to `$body(isa, args..)`, compiled for every [`Isa`], the set being its first argument.
+///
+/// For bodies that call intrinsics: `$body` is an `#[inline(always)] unsafe fn` whose promise is that the machine has
+/// `isa` and that its caller is compiled for it.
+macro_rules! with_isa {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) => $body:path) => {
+        $(#[$meta])*
+        #[allow(clippy::too_many_arguments)]
+        $vis fn $name($($arg: $ty),*) {
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,lzcnt,popcnt")]
+                #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vnni")]
+                #[allow(clippy::too_many_arguments)]
+                fn avx512($($arg: $ty),*) {
+                    // SAFETY: called only where `isa` found the set, and compiled for it.
+                    unsafe { $body($crate::simd::Isa::Avx512, $($arg),*) }
+                }
+
+                #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,lzcnt,popcnt")]
+                #[allow(clippy::too_many_arguments)]
+                fn avx2($($arg: $ty),*) {
+                    // SAFETY: as above.
+                    unsafe { $body($crate::simd::Isa::Avx2, $($arg),*) }
+                }
+
+                match $crate::simd::isa() {
+                    // SAFETY: `isa` names a set only after the CPU reported every feature enabled above.
+                    $crate::simd::Isa::Avx512 => return unsafe { avx512($($arg),*) },
+                    // SAFETY: as above.
+                    $crate::simd::Isa::Avx2 => return unsafe { avx2($($arg),*) },
+                    $crate::simd::Isa::Scalar => {}
+                }
+            }
+            // SAFETY: every machine has the scalar set.
+            unsafe { $body($crate::simd::Isa::Scalar, $($arg),*) }
+        }
+    };
+}
+
 pub(crate) use multiversion;
+pub(crate) use with_isa;
 
 #[cfg(test)]
 mod tests {

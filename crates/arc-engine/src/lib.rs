@@ -2,4 +2,6 @@
 #![forbid(unsafe_code)]
 
 pub mod load;
+pub mod model;
 pub mod request;
+pub mod runner;

@@ -12,11 +12,19 @@ use std::time::{Duration, Instant};
 /// How long an idle member spins before it parks. A decode step's next stage comes within a few microseconds.
 const SPIN: Duration = Duration::from_micros(20);
 
-type Task<'a> = dyn Fn(usize) + Sync + 'a;
+/// What a member keeps between tasks, so that none has to clear or allocate it: contents are whatever was left there.
+#[derive(Default)]
+pub struct Scratch {
+    pub(crate) matmul: Box<crate::ops::matmul::cpu::Work>,
+    pub(crate) attention: Box<crate::ops::kv::cpu::Work>,
+}
+
+type Task<'a> = dyn Fn(usize, &mut Scratch) + Sync + 'a;
 
 /// Threads that outlive the jobs they do.
 pub struct Team {
     shared: Arc<Shared>,
+    scratch: Scratch,
     members: Vec<(Thread, Option<JoinHandle<()>>)>,
 }
 
@@ -56,7 +64,7 @@ impl Team {
                 (handle.thread().clone(), Some(handle))
             })
             .collect();
-        Team { shared, members }
+        Team { shared, scratch: Scratch::default(), members }
     }
 
     /// Threads, the caller included.
@@ -69,7 +77,7 @@ impl Team {
     /// Panics if a task panicked, after all members have left the job.
     pub fn run(&mut self, n_tasks: usize, task: &Task<'_>) {
         if n_tasks <= 1 || self.members.is_empty() {
-            (0..n_tasks).for_each(task);
+            (0..n_tasks).for_each(|i| task(i, &mut self.scratch));
             return;
         }
         let shared = &*self.shared;
@@ -81,12 +89,12 @@ impl Team {
         shared.n_tasks.store(n_tasks, Ordering::Relaxed);
         shared.next.store(0, Ordering::Relaxed);
         // SeqCst pairs with the member's store to `sleepers` and load of `gate`: one of the two sees the other.
-        let opened = (shared.gate.load(Ordering::Relaxed) & !(OPEN | COUNT)) + EPOCH | OPEN;
+        let opened = ((shared.gate.load(Ordering::Relaxed) & !(OPEN | COUNT)) + EPOCH) | OPEN;
         shared.gate.store(opened, Ordering::SeqCst);
         if shared.sleepers.load(Ordering::SeqCst) > 0 {
             self.members.iter().for_each(|(thread, _)| thread.unpark());
         }
-        work(shared, task);
+        work(shared, task, &mut self.scratch);
         shared.gate.fetch_and(!OPEN, Ordering::Relaxed);
         let mut spins = 0u32;
         while shared.gate.load(Ordering::Acquire) & COUNT != 0 {
@@ -114,7 +122,7 @@ impl Drop for Team {
 }
 
 /// Takes tasks until none is left. A panic is noted, and ends the job for everybody.
-fn work(shared: &Shared, task: &Task<'_>) {
+fn work(shared: &Shared, task: &Task<'_>, scratch: &mut Scratch) {
     let n_tasks = shared.n_tasks.load(Ordering::Relaxed);
     let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         loop {
@@ -122,7 +130,7 @@ fn work(shared: &Shared, task: &Task<'_>) {
             if i >= n_tasks {
                 break;
             }
-            task(i);
+            task(i, scratch);
         }
     }));
     if outcome.is_err() {
@@ -132,6 +140,7 @@ fn work(shared: &Shared, task: &Task<'_>) {
 }
 
 fn member(shared: &Shared) {
+    let mut scratch = Scratch::default();
     let mut seen = 0;
     loop {
         let gate = wait(shared, seen);
@@ -145,7 +154,7 @@ fn member(shared: &Shared) {
         // SAFETY: we are inside the gate, so the caller's slot and task are alive until we leave; the entering
         // compare-and-swap acquired the caller's stores.
         let task = unsafe { *shared.job.load(Ordering::Relaxed) };
-        work(shared, task);
+        work(shared, task, &mut scratch);
         shared.gate.fetch_sub(1, Ordering::Release);
     }
 }
@@ -202,7 +211,7 @@ mod tests {
             for job in 0..2000 {
                 let n_tasks = job % 17;
                 let runs: Vec<AtomicUsize> = (0..n_tasks).map(|_| AtomicUsize::new(0)).collect();
-                team.run(n_tasks, &|i| {
+                team.run(n_tasks, &|i, _| {
                     runs[i].fetch_add(1, Ordering::Relaxed);
                 });
                 assert!(runs.iter().all(|n| n.load(Ordering::Relaxed) == 1), "threads {threads} job {job}");
@@ -216,7 +225,7 @@ mod tests {
         for _ in 0..20 {
             std::thread::sleep(std::time::Duration::from_millis(2));
             let n = AtomicUsize::new(0);
-            team.run(64, &|_| {
+            team.run(64, &|_, _| {
                 n.fetch_add(1, Ordering::Relaxed);
             });
             assert_eq!(n.into_inner(), 64);
@@ -227,11 +236,11 @@ mod tests {
     fn a_panicking_task_reaches_the_caller_and_the_team_goes_on() {
         let mut team = Team::new(2);
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            team.run(8, &|i| assert!(i != 3, "task 3 fails on purpose"));
+            team.run(8, &|i, _| assert!(i != 3, "task 3 fails on purpose"));
         }));
         assert!(outcome.is_err());
         let n = AtomicUsize::new(0);
-        team.run(8, &|_| {
+        team.run(8, &|_, _| {
             n.fetch_add(1, Ordering::Relaxed);
         });
         assert_eq!(n.into_inner(), 8);

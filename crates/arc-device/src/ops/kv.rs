@@ -49,3 +49,8 @@ impl AttentionConfig {
         self.window.map_or(0, |window| (pos + 1).saturating_sub(window))
     }
 }
+
+#[cfg(test)]
+mod tests;
+
+pub(crate) mod cpu;

@@ -249,6 +249,29 @@ pub enum LoadError {
         /// The folder.
         path: PathBuf,
     },
+    /// An architecture that Arc does not run.
+    #[error("{}: the architecture {found:?} is not supported; supported are {known}", path.display())]
+    UnknownArchitecture {
+        /// The file.
+        path: PathBuf,
+        /// The architecture in the file.
+        found: String,
+        /// The supported ones.
+        known: String,
+    },
+    /// A configuration that cannot be true, or that asks for something that Arc does not do.
+    #[error("{}: {what} {problem}", path.display())]
+    BadConfig {
+        /// The file.
+        path: PathBuf,
+        /// Which value.
+        what: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// The device refused a weight or had no room.
+    #[error(transparent)]
+    Device(#[from] arc_device::error::DeviceError),
     /// A metadata entry that the model needs is absent.
     #[error("{}: the metadata {key:?} is missing", path.display())]
     MissingMetadata {

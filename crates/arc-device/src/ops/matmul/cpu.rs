@@ -6,7 +6,7 @@ use super::pack::{PackedMatrix, Part, SLICE_BLOCKS, Slice, TILE, unpack_floats, 
 use crate::cpu::buf::{Aligned, Shared};
 use crate::cpu::team::Team;
 use crate::format::Coding;
-use crate::simd::{Isa, isa, multiversion};
+use crate::simd::{Isa, multiversion, with_isa};
 
 /// Activation rows that meet an unpacked slice before the next one is unpacked: their int8 values stay in L1.
 const ROW_BLOCK: usize = 64;
@@ -40,11 +40,6 @@ impl Activations {
         self.q.len() + 4 * (self.d.len() + self.sums.len() + self.floats.len())
     }
 
-    /// Rows held.
-    pub fn max_rows(&self) -> usize {
-        self.max_rows
-    }
-
     /// Fills rows `0..rows` of `w.cols` values for the formats that `w` has: `prepare(r, out)` writes row `r` as f32.
     pub fn fill(
         &mut self,
@@ -57,7 +52,7 @@ impl Activations {
         assert!(rows <= self.max_rows && rows * cols <= self.floats.len(), "{rows} rows of {cols}");
         let quantise = w.reads_quantised();
         let (floats, q, d, sums) = (self.floats.shared(), self.q.shared(), self.d.shared(), self.sums.shared());
-        team.run(rows, &|r| {
+        team.run(rows, &|r, _| {
             // SAFETY: a row is written by one task, in each of the four buffers.
             unsafe {
                 let floats = floats.slice_mut(r * cols, cols);
@@ -124,8 +119,7 @@ pub(crate) fn matmul(
     sink: &(dyn Fn(usize, usize, usize, &Block) + Sync),
 ) {
     let tiles: usize = w.parts.iter().map(Part::n_tiles).sum();
-    for_tile_runs(team, tiles, &|first, last| {
-        let mut work = Work::new();
+    for_tile_runs(team, tiles, &|first, last, work| {
         for_row_blocks(rows, |row, n| {
             for t in first..last {
                 let (part, t) = locate(&w.parts, t);
@@ -138,34 +132,34 @@ pub(crate) fn matmul(
     });
 }
 
-/// As [`matmul`] for a matrix of two equal parts, tile `t` of both at once: `sink(first_out, n_out, row, first, second)`.
+/// As [`matmul`] for a matrix of two equal parts, tile `t` of both at once: `sink(first_out, n_out, row, first, second)`,
+/// where `first` may be overwritten.
 pub(crate) fn matmul_pairs(
     team: &mut Team,
     w: &PackedMatrix,
     x: &Activations,
     rows: usize,
-    sink: &(dyn Fn(usize, usize, usize, &Block, &Block) + Sync),
+    sink: &(dyn Fn(usize, usize, usize, &mut Block, &Block) + Sync),
 ) {
     let [a, b] = &w.parts[..] else { panic!("a gated matrix has two parts, this one {}", w.parts.len()) };
     assert_eq!(a.rows, b.rows, "the parts of a gated matrix have equal rows");
-    for_tile_runs(team, a.n_tiles(), &|first, last| {
-        let mut work = Work::new();
+    for_tile_runs(team, a.n_tiles(), &|first, last, work| {
         for_row_blocks(rows, |row, n| {
             for t in first..last {
                 let [first, second] = &mut work.acc;
                 tile_product(a, t, w.cols, x, row, &mut first[..n], &mut work.scratch);
                 tile_product(b, t, w.cols, x, row, &mut second[..n], &mut work.scratch);
-                sink(t * TILE, TILE.min(a.rows - t * TILE), row, &first[..n], &second[..n]);
+                sink(t * TILE, TILE.min(a.rows - t * TILE), row, &mut first[..n], &second[..n]);
             }
         });
     });
 }
 
 /// Splits `tiles` into runs and gives them to the team: enough of them to even out, few enough to stay cheap.
-fn for_tile_runs(team: &mut Team, tiles: usize, run: &(dyn Fn(usize, usize) + Sync)) {
+fn for_tile_runs(team: &mut Team, tiles: usize, run: &(dyn Fn(usize, usize, &mut Work) + Sync)) {
     let wanted = if team.threads() == 1 { 1 } else { team.threads() * 6 };
     let len = tiles.div_ceil(wanted).max(1);
-    team.run(tiles.div_ceil(len), &|i| run(i * len, (i * len + len).min(tiles)));
+    team.run(tiles.div_ceil(len), &|i, scratch| run(i * len, (i * len + len).min(tiles), &mut scratch.matmul));
 }
 
 fn for_row_blocks(rows: usize, mut block: impl FnMut(usize, usize)) {
@@ -185,8 +179,8 @@ fn locate(parts: &[Part], mut t: usize) -> (&Part, usize) {
     unreachable!("tile past the end of a matrix");
 }
 
-/// What a task keeps on its stack.
-struct Work {
+/// What a member of the team keeps for a tile.
+pub(crate) struct Work {
     acc: [[[f32; TILE]; ROW_BLOCK]; 2],
     scratch: Scratch,
 }
@@ -197,65 +191,23 @@ union Scratch {
     floats: [[f32; TILE]; SLICE],
 }
 
-impl Work {
-    fn new() -> Work {
+impl Default for Work {
+    fn default() -> Work {
         Work { acc: [[[0.0; TILE]; ROW_BLOCK]; 2], scratch: Scratch { floats: [[0.0; TILE]; SLICE] } }
     }
 }
 
-/// `acc[r] = tile t of part * x[row + r]`.
-fn tile_product(
-    part: &Part,
-    t: usize,
-    cols: usize,
-    x: &Activations,
-    row: usize,
-    acc: &mut Block,
-    scratch: &mut Scratch,
-) {
-    acc.fill([0.0; TILE]);
-    // SAFETY: `isa` names what the machine has. The union's views are plain numbers, zeroed at first, so reading one
-    // after the other was written is sound.
-    unsafe {
-        match isa() {
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => tile_avx512(part, t, cols, x, row, acc, scratch),
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => tile_avx2(part, t, cols, x, row, acc, scratch),
-            _ => tile_body(Isa::Scalar, part, t, cols, x, row, acc, scratch),
-        }
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,lzcnt,popcnt")]
-#[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vnni")]
-unsafe fn tile_avx512(
-    part: &Part,
-    t: usize,
-    cols: usize,
-    x: &Activations,
-    row: usize,
-    acc: &mut Block,
-    scratch: &mut Scratch,
-) {
-    // SAFETY: this function is compiled for the set; its caller checked that the machine has it.
-    unsafe { tile_body(Isa::Avx512, part, t, cols, x, row, acc, scratch) }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,lzcnt,popcnt")]
-unsafe fn tile_avx2(
-    part: &Part,
-    t: usize,
-    cols: usize,
-    x: &Activations,
-    row: usize,
-    acc: &mut Block,
-    scratch: &mut Scratch,
-) {
-    // SAFETY: this function is compiled for the set; its caller checked that the machine has it.
-    unsafe { tile_body(Isa::Avx2, part, t, cols, x, row, acc, scratch) }
+with_isa! {
+    /// `acc[r] = tile t of part * x[row + r]`.
+    fn tile_product(
+        part: &Part,
+        t: usize,
+        cols: usize,
+        x: &Activations,
+        row: usize,
+        acc: &mut Block,
+        scratch: &mut Scratch,
+    ) => tile_body
 }
 
 /// # Safety
@@ -271,9 +223,10 @@ unsafe fn tile_body(
     acc: &mut Block,
     scratch: &mut Scratch,
 ) {
+    acc.fill([0.0; TILE]);
     let tile = part.tile(t);
     if part.format.coding() == Coding::Float {
-        // SAFETY: plain numbers, see `tile_product`.
+        // SAFETY: both views are plain numbers, zeroed at first, so either may be read after the other was written.
         let weights = unsafe { &mut scratch.floats };
         for first in (0..cols).step_by(SLICE) {
             let n = SLICE.min(cols - first);
@@ -284,7 +237,7 @@ unsafe fn tile_body(
     }
     let shape = Shape::of(part.format);
     let x = x.quantised(cols);
-    // SAFETY: plain numbers, see `tile_product`.
+    // SAFETY: both views are plain numbers, zeroed at first, so either may be read after the other was written.
     let slice = unsafe { &mut *scratch.codes };
     let blocks = cols / 32;
     for first in (0..blocks).step_by(SLICE_BLOCKS) {

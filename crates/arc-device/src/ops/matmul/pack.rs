@@ -87,7 +87,7 @@ impl Part {
         let n_tiles = source.rows.div_ceil(TILE);
         let mut data = Aligned::zeroed(n_tiles * tile_bytes);
         let dst = data.shared();
-        team.run(n_tiles, &|t| {
+        team.run(n_tiles, &|t, _| {
             let first = t * TILE;
             let n = TILE.min(source.rows - first);
             // SAFETY: tiles are disjoint, and each is packed by one task.

@@ -30,7 +30,7 @@ fn random_rows(format: Format, rows: usize, cols: usize, random: &mut Random) ->
             Format::F32 => block.copy_from_slice(&random.unit().to_le_bytes()),
             Format::F16 | Format::Bf16 => {
                 let sign = (random.next() as u16 & 1) << 15;
-                block.copy_from_slice(&(0x3000 + (random.next() % 0x0c00) as u16 | sign).to_le_bytes());
+                block.copy_from_slice(&((0x3000 + (random.next() % 0x0c00) as u16) | sign).to_le_bytes());
             }
             Format::Mxfp4 => block[0] = 120 + (random.next() % 8) as u8,
             Format::Q2K => {

@@ -1,0 +1,88 @@
+//! Architectures. A new one is a file here and an arm of [`Model`]; it needs no scheduler and no runner.
+
+pub mod config;
+pub mod decoder;
+mod names;
+
+use arc_device::error::Result;
+use arc_device::step::{Limits, StepKey};
+use arc_device::{Alloc, Buffers, ModelShape, Ops};
+
+use crate::load::{LoadError, ModelFile};
+use config::DecoderConfig;
+use decoder::Decoder;
+
+/// A loaded model: weights, state and workspace on a device.
+pub enum Model<D: Buffers> {
+    /// Llama, Qwen2, Qwen3 and Gemma 3.
+    Decoder(Decoder<D>),
+}
+
+/// What a model is, read from its file before anything is loaded.
+#[derive(Debug, Clone, PartialEq)]
+pub enum ModelConfig {
+    /// Llama, Qwen2, Qwen3 and Gemma 3.
+    Decoder(DecoderConfig),
+}
+
+impl ModelConfig {
+    /// Reads the configuration. Errors name the key that is missing or does not fit.
+    pub fn read(file: &ModelFile) -> std::result::Result<ModelConfig, LoadError> {
+        DecoderConfig::read(file).map(ModelConfig::Decoder)
+    }
+
+    /// Name of the architecture.
+    pub fn arch(&self) -> &'static str {
+        match self {
+            ModelConfig::Decoder(config) => config.arch.name(),
+        }
+    }
+
+    /// Tokens that the model was made for.
+    pub fn context(&self) -> usize {
+        match self {
+            ModelConfig::Decoder(config) => config.context,
+        }
+    }
+
+    /// What a device must know.
+    pub fn shape(&self) -> ModelShape {
+        match self {
+            ModelConfig::Decoder(config) => {
+                ModelShape { vocab: config.vocab, hidden: config.hidden, post_norms: config.post_norms }
+            }
+        }
+    }
+
+    /// Bytes of KV cache that one token takes.
+    pub fn kv_bytes_per_token(&self) -> usize {
+        match self {
+            ModelConfig::Decoder(config) => config.n_layers * 2 * 2 * config.n_kv_heads * config.head_dim,
+        }
+    }
+}
+
+impl<D: Ops + Alloc> Model<D> {
+    /// Loads weights and allocates state and workspace. The source's pages are released as they are copied.
+    pub fn load(
+        dev: &mut D,
+        file: &ModelFile,
+        config: &ModelConfig,
+        limits: &Limits,
+    ) -> std::result::Result<Self, LoadError> {
+        let model = match config {
+            ModelConfig::Decoder(config) => Model::Decoder(Decoder::load(dev, file, config, limits)?),
+        };
+        dev.finish(&config.shape())?;
+        Ok(model)
+    }
+}
+
+impl<D: Ops> Model<D> {
+    /// One step over the device's row table.
+    pub fn step(&mut self, dev: &mut D, key: StepKey) -> Result<()> {
+        match self {
+            Model::Decoder(decoder) => decoder.step(dev, key),
+        }
+    }
+}

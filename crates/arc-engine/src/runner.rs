@@ -1,0 +1,70 @@
+//! A model on its device, as the burst driver sees it.
+
+use arc_device::count::Counters;
+use arc_device::error::{Fault, Result};
+use arc_device::step::{Landed, StepClocks, StepDelta, StepKey};
+use arc_device::{DeviceLoop, Landing, Steps, StreamState};
+
+use crate::model::Model;
+
+/// Runs a model's steps on a device.
+pub struct Runner<D: Steps> {
+    dev: D,
+    model: Model<D>,
+}
+
+impl<D: Steps> Runner<D> {
+    /// A loaded model with the device that it was loaded on.
+    pub fn new(dev: D, model: Model<D>) -> Self {
+        Runner { dev, model }
+    }
+}
+
+impl<D: Steps> DeviceLoop for Runner<D> {
+    fn enqueue(&mut self, key: StepKey) -> Result<u64> {
+        let Runner { dev, model } = self;
+        dev.step(key, &mut |dev| model.step(dev, key))
+    }
+}
+
+impl<D: Steps> Landing for Runner<D> {
+    fn stage(&mut self, delta: &StepDelta) -> Result<()> {
+        self.dev.stage(delta)
+    }
+
+    fn fetch_rows(&mut self, heads: &[u32]) -> Result<()> {
+        self.dev.fetch_rows(heads)
+    }
+
+    fn fetched(&self, idx: usize) -> Option<&[f32]> {
+        self.dev.fetched(idx)
+    }
+
+    fn poll(&mut self) -> Result<StreamState> {
+        self.dev.poll()
+    }
+
+    fn head(&self) -> u64 {
+        self.dev.head()
+    }
+
+    fn landed(&self, step: u64, head_idx: usize) -> Landed {
+        self.dev.landed(step, head_idx)
+    }
+
+    fn read_to(&mut self, step: u64) {
+        self.dev.read_to(step);
+    }
+
+    fn clocks(&self, step: u64) -> StepClocks {
+        self.dev.clocks(step)
+    }
+
+    fn fault(&self) -> Option<Fault> {
+        self.dev.fault()
+    }
+
+    fn counters(&self) -> Counters {
+        self.dev.counters()
+    }
+}
