@@ -85,7 +85,7 @@ impl Part {
         let row_bytes = source.bytes.len() / source.rows.max(1);
         let tile_bytes = TILE * row_bytes;
         let n_tiles = source.rows.div_ceil(TILE);
-        let mut data = Aligned::zeroed(n_tiles * tile_bytes);
+        let mut data = Aligned::streamed(n_tiles * tile_bytes);
         let dst = data.shared();
         team.run(n_tiles, &|t, _| {
             let first = t * TILE;
@@ -267,11 +267,13 @@ pub(crate) fn unpack_slice(isa: Isa, format: Format, tile: &[u8], first: usize, 
         Format::Iq2Xxs => unpack_rows(format, tile, first, n, slice),
         Format::Q2K | Format::Q3K | Format::Q4K | Format::Q5K | Format::Q6K => {
             let unit = &tile[first / 8 * unit_bytes..][..unit_bytes];
+            prefetch(isa, unit);
             unpack_super(isa, format, unit, slice);
         }
         Format::Q8_0 | Format::Q4_0 | Format::Q4_1 | Format::Q5_0 | Format::Q5_1 | Format::Mxfp4 => {
             let units = tile[first * unit_bytes..][..n * unit_bytes].chunks_exact(unit_bytes);
             for (b, unit) in units.enumerate() {
+                prefetch(isa, unit);
                 let (header, planes) = unit.split_at(header_bytes(format));
                 match format {
                     Format::Mxfp4 => slice.d[b] = std::array::from_fn(|row| e8m0_half_to_f32(header[row])),
@@ -284,6 +286,23 @@ pub(crate) fn unpack_slice(isa: Isa, format: Format, tile: &[u8], first: usize, 
             }
         }
     }
+}
+
+/// How far ahead of the reader a tile is asked for: past what the out-of-order window reaches, well inside L1.
+const AHEAD: usize = 4096;
+
+/// Asks for the lines that lie [`AHEAD`] of a unit. Tiles follow each other in memory, and so do a task's units.
+#[inline(always)]
+fn prefetch(isa: Isa, unit: &[u8]) {
+    #[cfg(target_arch = "x86_64")]
+    if isa != Isa::Scalar {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        for line in (0..unit.len()).step_by(64) {
+            // SAFETY: a prefetch touches nothing; past the end of the matrix it is ignored.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(unit.as_ptr().wrapping_add(line + AHEAD).cast()) };
+        }
+    }
+    let _ = (isa, unit);
 }
 
 #[inline(always)]
