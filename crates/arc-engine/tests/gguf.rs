@@ -4,7 +4,6 @@ mod common;
 
 use std::fmt::Write;
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use arc_device::format::Format;
 use arc_engine::load::LoadError;
@@ -162,9 +161,7 @@ fn real_models_read_as_the_gguf_package_reads_them() {
 /// Opens a file that must be refused; returns the message without the path.
 fn refusal(folder: &Folder, name: &str, bytes: &[u8]) -> String {
     let path = folder.write(&format!("{name}.gguf"), bytes);
-    let start = Instant::now();
     let error = GgufFile::open(&path).expect_err(name);
-    assert!(start.elapsed() < Duration::from_millis(100), "{name} took {:?}", start.elapsed());
     let message = error.to_string();
     let message = message.strip_prefix(&format!("{}: ", path.display())).unwrap_or(&message);
     assert!(!message.contains('\n') && !message.ends_with('.'), "{message}");

@@ -2,8 +2,6 @@
 
 mod common;
 
-use std::time::{Duration, Instant};
-
 use arc_device::format::Format;
 use arc_engine::load::safetensors::{SafetensorsFile, SafetensorsHeader};
 use arc_engine::load::testing::{GgufWriter, safetensors_bytes};
@@ -114,7 +112,7 @@ fn each_lie_gets_its_own_sentence() {
         (
             "not UTF-8",
             safetensors_bytes([b'{', b'"', 0xff, b'"', b':'], &[]),
-            json("invalid unicode code point at line 1 column 3"),
+            "the header at byte 8 is not valid UTF-8".to_owned(),
         ),
         (
             "no dtype",
@@ -160,7 +158,7 @@ fn each_lie_gets_its_own_sentence() {
         (
             "deep",
             file(&format!(r#"{{"__metadata__":{}"#, "[".repeat(100_000)), 0),
-            json("EOF while parsing a list at line 1 column 100016"),
+            json("invalid type: sequence, expected an object at line 1 column 16"),
         ),
         (
             "no name",
@@ -240,9 +238,7 @@ fn each_lie_gets_its_own_sentence() {
     let mut n_lax = 0;
     for (name, bytes, expected) in cases {
         let path = folder.write(&format!("{name}.safetensors"), &bytes);
-        let start = Instant::now();
         let message = SafetensorsFile::open(&path).expect_err(name).to_string();
-        assert!(start.elapsed() < Duration::from_millis(100), "{name} took {:?}", start.elapsed());
         assert_eq!(message, format!("{}: {expected}", path.display()), "{name}");
         // The reference reader refuses all of these too, but for those where we are stricter.
         let lax = LAX.contains(&name);

@@ -87,8 +87,11 @@ impl SafetensorsHeader {
         if header.first() != Some(&b'{') {
             return Err(HeaderError::Json { problem: "it does not begin with {".to_owned() });
         }
+        // The JSON reader would not look into strings that it passes over.
+        let text =
+            str::from_utf8(header).map_err(|_| HeaderError::Utf8 { what: "the header".to_owned(), offset: 8 })?;
         let data_start = 8 + header.len();
-        let mut tensors = json::entries(header)?
+        let mut tensors = json::entries(text)?
             .into_iter()
             .map(|(name, entry)| tensor(name, entry, data_start, file_len))
             .collect::<Result<Vec<_>, _>>()?;

@@ -1,8 +1,13 @@
-//! Writers of small model files for tests: whole ones, and ones that lie.
+//! For tests: writers of small model files, whole ones and ones that lie, and readers that use all they are given.
+
+use std::path::Path;
 
 use arc_device::format::Format;
 
-use super::gguf::ValueType;
+use super::error::HeaderError;
+use super::gguf::{GgufHeader, Value, ValueType};
+use super::safetensors::SafetensorsHeader;
+use super::weights::Tensor;
 
 /// Builds a GGUF file in memory. Every field can be set to something that is not true.
 #[derive(Clone, Debug)]
@@ -137,4 +142,66 @@ impl GgufWriter {
 pub fn safetensors_bytes(header: impl AsRef<[u8]>, data: &[u8]) -> Vec<u8> {
     let header = header.as_ref();
     [&(header.len() as u64).to_le_bytes(), header, data].concat()
+}
+
+/// Parses bytes as a GGUF file and, if they are accepted, uses everything that was accepted.
+///
+/// Panics where a promise of the parser is broken. For tests that feed it hostile bytes.
+pub fn exercise_gguf(bytes: &[u8]) -> Result<(), HeaderError> {
+    let header = GgufHeader::parse(bytes, bytes.len() as u64)?;
+    assert_table(header.tensors(), header.data_start, bytes.len());
+    let metadata = header.metadata(bytes, Path::new("hostile.gguf"));
+    let mut previous = None;
+    for (key, value) in metadata.iter() {
+        assert!(previous < Some(key), "keys are sorted and each is there once");
+        previous = Some(key);
+        assert_eq!(metadata.get(key).map(|found| found.to_string()), Some(value.to_string()));
+        // Each getter gives a value or an error that says what was wanted; which one is the file's business.
+        let results = [
+            metadata.get_u32(key).map(drop),
+            metadata.get_u64(key).map(drop),
+            metadata.get_f32(key).map(drop),
+            metadata.get_bool(key).map(drop),
+            metadata.get_str(key).map(drop),
+            metadata.get_i32_array(key).map(drop),
+            metadata.get_f32_array(key).map(drop),
+            metadata.get_bool_array(key).map(drop),
+            metadata.get_str_array(key).map(|strings| assert_eq!(strings.iter().count(), strings.len())),
+        ];
+        let messages = results.iter().filter_map(|result| Some(result.as_ref().err()?.to_string()));
+        assert!(messages.into_iter().all(|message| message.len() < 2_000), "messages stay short");
+        if let Value::Array(array) = value {
+            assert_eq!(array.iter().count(), array.len());
+        }
+    }
+    Ok(())
+}
+
+/// As [`exercise_gguf`], for a safetensors file.
+pub fn exercise_safetensors(bytes: &[u8]) -> Result<SafetensorsHeader, HeaderError> {
+    let header = SafetensorsHeader::parse(bytes, bytes.len() as u64)?;
+    assert_table(header.tensors(), header.data_start, bytes.len());
+    let covered = header.tensors().iter().map(|tensor| tensor.range.len()).sum::<usize>();
+    assert_eq!(covered, bytes.len() - header.data_start, "every byte of the data is in a tensor");
+    Ok(header)
+}
+
+/// Tensors are sorted by name, lie in the tensor data, do not overlap and are as long as format and shape need.
+fn assert_table(tensors: &[Tensor], data_start: usize, file_len: usize) {
+    assert!(tensors.is_sorted_by(|a, b| a.name < b.name), "names are sorted and each is there once");
+    let mut ranges = tensors.iter().map(|tensor| (tensor.range.start, tensor.range.end)).collect::<Vec<_>>();
+    ranges.sort_unstable();
+    let mut at = data_start;
+    for (start, end) in ranges {
+        assert!(at <= start && start < end && end <= file_len, "{at} <= {start} < {end} <= {file_len}");
+        at = end;
+    }
+    for tensor in tensors {
+        let Some(format) = tensor.format else { continue };
+        let (cols, rows) = match &*tensor.shape {
+            [] => (1, 1),
+            [rows @ .., cols] => (*cols, rows.iter().product()),
+        };
+        assert_eq!(format.row_bytes(cols).map(|row| row * rows), Some(tensor.range.len()), "{}", tensor.name);
+    }
 }

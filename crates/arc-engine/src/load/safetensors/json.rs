@@ -6,7 +6,7 @@ use std::fmt;
 use std::marker::PhantomData;
 
 use serde::Deserialize;
-use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
 use crate::load::error::HeaderError;
 use crate::load::weights::{MAX_NAME, MAX_TENSORS, Shape};
@@ -15,6 +15,8 @@ use crate::load::weights::{MAX_NAME, MAX_TENSORS, Shape};
 const MAX_LISTED: usize = 1 << 18;
 /// The most shards.
 const MAX_SHARDS: usize = 1_000;
+/// The longest string, in bytes as written.
+const MAX_STRING: usize = 1 << 20;
 
 /// A string of at most [`MAX_NAME`] bytes.
 pub(super) struct Name(pub(super) Box<str>);
@@ -93,7 +95,7 @@ pub(super) struct Entry {
 }
 
 /// The entries of a header, in the order of the file, as yet unchecked.
-pub(super) fn entries(header: &[u8]) -> Result<Vec<(Box<str>, Entry)>, HeaderError> {
+pub(super) fn entries(header: &str) -> Result<Vec<(Box<str>, Entry)>, HeaderError> {
     struct Entries(Vec<(Box<str>, Entry)>);
 
     impl<'de> Deserialize<'de> for Entries {
@@ -111,7 +113,7 @@ pub(super) fn entries(header: &[u8]) -> Result<Vec<(Box<str>, Entry)>, HeaderErr
         }
     }
 
-    let Entries(out) = read(header).map_err(|problem| HeaderError::Json { problem })?;
+    let Entries(out) = read(header.as_bytes()).map_err(|problem| HeaderError::Json { problem })?;
     Ok(out)
 }
 
@@ -174,7 +176,42 @@ pub(super) fn index(text: &[u8]) -> Result<Index, String> {
     }
 }
 
-/// Calls `pair` with every key and value of an object, repeated keys included; passes over the key `skipped`.
+/// An object whose values are strings, passed over.
+struct StringMap;
+
+impl<'de> Deserialize<'de> for StringMap {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let pair = |_, AnyString| Ok(());
+        deserializer.deserialize_map(EachPair { skipped: None, pair, value: PhantomData })?;
+        Ok(Self)
+    }
+}
+
+/// A string, passed over.
+struct AnyString;
+
+impl<'de> Deserialize<'de> for AnyString {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct AnyVisitor;
+
+        impl Visitor<'_> for AnyVisitor {
+            type Value = AnyString;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "a string")
+            }
+
+            fn visit_str<E: Error>(self, _: &str) -> Result<AnyString, E> {
+                Ok(AnyString)
+            }
+        }
+
+        deserializer.deserialize_str(AnyVisitor)
+    }
+}
+
+/// Calls `pair` with every key and value of an object, repeated keys included; the key `skipped` may have a map of
+/// strings, which is passed over.
 struct EachPair<V, F> {
     skipped: Option<&'static str>,
     pair: F,
@@ -191,7 +228,7 @@ impl<'de, V: Deserialize<'de>, F: FnMut(Box<str>, V) -> Result<(), String>> Visi
     fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<(), A::Error> {
         while let Some(Name(key)) = map.next_key()? {
             if self.skipped == Some(&*key) {
-                map.next_value::<IgnoredAny>()?;
+                map.next_value::<StringMap>()?;
             } else {
                 (self.pair)(key, map.next_value()?).map_err(A::Error::custom)?;
             }
@@ -202,6 +239,7 @@ impl<'de, V: Deserialize<'de>, F: FnMut(Box<str>, V) -> Result<(), String>> Visi
 
 /// Reads one JSON text that ends where the bytes end, white space aside. Errors are short whatever they quote.
 fn read<'de, T: Deserialize<'de>>(text: &'de [u8]) -> Result<T, String> {
+    check_strings(text)?;
     serde_json::from_slice(text).map_err(|error| {
         let message = error.to_string();
         // What is cut is the middle: the place is at the end.
@@ -210,4 +248,24 @@ fn read<'de, T: Deserialize<'de>>(text: &'de [u8]) -> Result<T, String> {
             None => message,
         }
     })
+}
+
+/// Refuses a text with a string of more than [`MAX_STRING`] bytes. The JSON reader quotes a misplaced string whole in
+/// its error, character by character, which for one of 16 MiB takes longer than everything else.
+fn check_strings(text: &[u8]) -> Result<(), String> {
+    // Quotes outside of strings are always plain, so skipping what follows a backslash is right everywhere.
+    let (mut start, mut at) = (None, 0);
+    while let Some(byte) = text.get(at) {
+        match (byte, start) {
+            (_, Some(start)) if at - start > MAX_STRING => {
+                return Err(format!("the string at byte {start} is longer than the limit of {MAX_STRING}"));
+            }
+            (b'\\', _) => at += 1,
+            (b'"', None) => start = Some(at),
+            (b'"', Some(_)) => start = None,
+            _ => {}
+        }
+        at += 1;
+    }
+    Ok(())
 }
