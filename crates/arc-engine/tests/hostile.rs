@@ -65,8 +65,7 @@ fn array_then_more(element: ValueType, len: u64, elements: &[u8]) -> Vec<u8> {
 }
 
 fn many_tensors(n: usize) -> GgufWriter {
-    let mut writer = GgufWriter::default();
-    writer.tensors = (0..n)
+    let tensors = (0..n)
         .map(|i| TensorSpec {
             name: format!("blk.{i}.ffn_down.weight").into(),
             dims: vec![8],
@@ -76,7 +75,7 @@ fn many_tensors(n: usize) -> GgufWriter {
             data: vec![0; 32],
         })
         .collect();
-    writer
+    GgufWriter { tensors, ..GgufWriter::default() }
 }
 
 #[test]
@@ -84,8 +83,8 @@ fn expensive_files_are_refused_cheaply() {
     const N: usize = 1 << 16;
     let many_metadata = (0..N).fold(GgufWriter::default(), |writer, i| writer.str(&format!("key.{i}"), "value"));
     let many_metadata = many_metadata.value("last", ValueType::Bool, [2]);
-    let mut same_key = GgufWriter::default();
-    same_key.metadata = vec![(vec![b'k'; 255], [&[0; 4][..], &[7]].concat()); N];
+    let metadata = vec![(vec![b'k'; 255], [&[0; 4][..], &[7]].concat()); N];
+    let same_key = GgufWriter { metadata, ..GgufWriter::default() };
     let mut overlap = many_tensors(N);
     overlap.tensors[0].offset = Some(32);
     let entries =

@@ -6,7 +6,9 @@ use std::collections::BTreeMap;
 use arc_device::format::Format;
 use arc_engine::load::HeaderError;
 use arc_engine::load::gguf::ValueType;
-use arc_engine::load::testing::{GgufWriter, array, exercise_gguf, exercise_safetensors, safetensors_bytes};
+use arc_engine::load::testing::{
+    GgufWriter, array, exercise_gguf, exercise_index, exercise_safetensors, safetensors_bytes,
+};
 use safetensors::SafeTensors;
 
 /// SplitMix64.
@@ -201,4 +203,20 @@ fn damaged_safetensors_files_are_refused_or_usable() {
         "accepted",
     ];
     assert_eq!(seen.keys().collect::<Vec<_>>(), expected, "{seen:?}");
+}
+
+#[test]
+fn damaged_indexes_are_refused_or_usable() {
+    let good =
+        br#"{"metadata":{"total_size":12},"weight_map":{"c":"2.safetensors","a":"1.safetensors","b":"2.safetensors"}}"#;
+    assert_eq!(exercise_index(good), Ok(3));
+    let tokens: [&[u8]; 6] = [b"\"a\"", b"\"c\":\"1.safetensors\",", b"\"\"", b"{}", b"}", b"\\u0000"];
+    let (mut accepted, mut twice) = (0, 0);
+    for seed in 0..20_000 {
+        match exercise_index(&damage(good, &tokens, &mut Random(seed))) {
+            Ok(_) => accepted += 1,
+            Err(problem) => twice += u32::from(problem.contains("listed twice")),
+        }
+    }
+    assert!(accepted > 1_000 && twice > 10, "{accepted} accepted, {twice} with a name listed twice");
 }

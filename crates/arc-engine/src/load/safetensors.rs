@@ -11,7 +11,7 @@
 //! Source: the safetensors format description. Stricter than it in two ways: a name that appears twice is refused
 //! (readers disagree about which one counts), and so is a dimension of 0.
 
-mod json;
+pub(super) mod json;
 mod shards;
 
 use std::path::{Path, PathBuf};

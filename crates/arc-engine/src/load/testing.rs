@@ -6,7 +6,7 @@ use arc_device::format::Format;
 
 use super::error::HeaderError;
 use super::gguf::{GgufHeader, Value, ValueType};
-use super::safetensors::SafetensorsHeader;
+use super::safetensors::{SafetensorsHeader, json};
 use super::weights::Tensor;
 
 /// Builds a GGUF file in memory. Every field can be set to something that is not true.
@@ -184,6 +184,15 @@ pub fn exercise_safetensors(bytes: &[u8]) -> Result<SafetensorsHeader, HeaderErr
     let covered = header.tensors().iter().map(|tensor| tensor.range.len()).sum::<usize>();
     assert_eq!(covered, bytes.len() - header.data_start, "every byte of the data is in a tensor");
     Ok(header)
+}
+
+/// As [`exercise_gguf`], for an index of shards; gives the number of tensors that it lists.
+pub fn exercise_index(bytes: &[u8]) -> Result<usize, String> {
+    let index = json::index(bytes)?;
+    assert!(index.tensors.is_sorted_by(|a, b| a.0 < b.0), "names are sorted and each is there once");
+    assert!(index.files.is_sorted_by(|a, b| a < b), "files are sorted and each is there once");
+    assert!(index.tensors.iter().all(|(_, file_idx)| (*file_idx as usize) < index.files.len()));
+    Ok(index.tensors.len())
 }
 
 /// Tensors are sorted by name, lie in the tensor data, do not overlap and are as long as format and shape need.

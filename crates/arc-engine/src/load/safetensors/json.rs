@@ -118,15 +118,15 @@ pub(super) fn entries(header: &str) -> Result<Vec<(Box<str>, Entry)>, HeaderErro
 }
 
 /// Which file each tensor of a sharded model is in.
-pub(super) struct Index {
+pub(in crate::load) struct Index {
     /// Names of the shards, sorted.
-    pub(super) files: Vec<Box<str>>,
+    pub(in crate::load) files: Vec<Box<str>>,
     /// Names of the tensors, sorted and each once, with an index into `files`.
-    pub(super) tensors: Vec<(Box<str>, u32)>,
+    pub(in crate::load) tensors: Vec<(Box<str>, u32)>,
 }
 
 /// Reads a `model.safetensors.index.json`. The error is a clause for a message.
-pub(super) fn index(text: &[u8]) -> Result<Index, String> {
+pub(in crate::load) fn index(text: &[u8]) -> Result<Index, String> {
     #[derive(Deserialize)]
     #[serde(expecting = "an object with a weight_map")]
     struct File {
