@@ -125,6 +125,11 @@ fn each_lie_gets_its_own_sentence() {
             json("unknown field `strides`, expected one of `dtype`, `shape`, `data_offsets` at line 1 column 61"),
         ),
         (
+            "control characters",
+            file(r#"{"a":{"x\ny":1}}"#, 0),
+            json("unknown field `x y`, expected one of `dtype`, `shape`, `data_offsets` at line 1 column 12"),
+        ),
+        (
             "field twice",
             file(r#"{"a":{"dtype":"U8","dtype":"U8"}}"#, 1),
             json("duplicate field `dtype` at line 1 column 26"),
@@ -314,9 +319,9 @@ fn shards_are_joined_and_must_agree_with_the_index() {
     refused(&format!(
         "{INDEX}: the index cannot be used: invalid length 0, expected an object with a weight_map at line 1 column 2"
     ));
-    for outside in ["../x.safetensors", "/etc/passwd", "sub/x.safetensors", "..", ".", "", "x/"] {
+    for outside in ["../x.safetensors", "/etc/passwd", "sub/x.safetensors", "..", ".", "", "x/", "a\\nb"] {
         index(&format!(r#""a":"{outside}""#));
-        refused(&format!("{INDEX}: the index names the shard {outside:?}, which is no file of this folder"));
+        refused(&format!("{INDEX}: the index names the shard \"{outside}\", which is no file of this folder"));
     }
     index(&good);
     folder.write(two, shard(&[("a", 2), ("b", 2), ("c", 3)]));

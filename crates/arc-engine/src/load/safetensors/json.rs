@@ -237,11 +237,12 @@ impl<'de, V: Deserialize<'de>, F: FnMut(Box<str>, V) -> Result<(), String>> Visi
     }
 }
 
-/// Reads one JSON text that ends where the bytes end, white space aside. Errors are short whatever they quote.
+/// Reads one JSON text that ends where the bytes end, white space aside. Errors are short and on one line, whatever they
+/// quote.
 fn read<'de, T: Deserialize<'de>>(text: &'de [u8]) -> Result<T, String> {
     check_strings(text)?;
     serde_json::from_slice(text).map_err(|error| {
-        let message = error.to_string();
+        let message = error.to_string().replace(char::is_control, " ");
         // What is cut is the middle: the place is at the end.
         match message.char_indices().nth(120) {
             Some((end, _)) => format!("{}... at line {} column {}", &message[..end], error.line(), error.column()),

@@ -36,10 +36,12 @@ pub(super) fn open_all(path: &Path) -> Result<Weights, LoadError> {
     Ok(weights)
 }
 
-/// A name without any path around it: an index may come from anywhere, and must not lead out of its folder.
+/// A name without any path around it and fit for a message: an index may come from anywhere, and must not lead out of
+/// its folder.
 fn is_plain_name(name: &str) -> bool {
     let mut components = Path::new(name).components();
-    matches!((components.next(), components.next()), (Some(Component::Normal(only)), None) if only == name)
+    !name.contains(char::is_control)
+        && matches!((components.next(), components.next()), (Some(Component::Normal(only)), None) if only == name)
 }
 
 /// The index and the shards must list the same tensors in the same files. Both lists are sorted by name.
