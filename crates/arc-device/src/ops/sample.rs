@@ -24,6 +24,7 @@
 //! Source: ours; the filters and penalties are the field's (top-p: Holtzman et al. 2020; min-p: Nguyen et al. 2024;
 //! repetition: Keskar et al. 2019; DRY: p-e-w 2024).
 
+mod compact;
 pub mod cpu;
 pub mod dry;
 mod passes;

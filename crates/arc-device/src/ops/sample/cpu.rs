@@ -1,6 +1,7 @@
 //! One row on one core: the sampler as the CPU runs it, and the replica of the GPU's.
 
-use super::passes::{LANES, TILE, collect, first_at, mass_sums, masses, scan};
+use super::compact::{SLACK, collect};
+use super::passes::{LANES, TILE, first_at, mass_sums, masses, scan};
 use super::process;
 use super::select::{SelectScratch, find_cut, order_key};
 use super::{GREEDY, MASS_ONE, RowFault, RowInputs, Sampled, SamplerParams, TOP_P_ABSENT};
@@ -26,7 +27,7 @@ struct PassScratch {
     group_max: Vec<f32>,
     /// `[tiles]`.
     tile_mass: Vec<u64>,
-    /// Candidates in id order, each `[vocab]`: what the filters have kept so far.
+    /// Candidates in id order, each `[vocab + SLACK]`: what the filters have kept so far.
     ids: Vec<u32>,
     xs: Vec<f32>,
     mass: Vec<u64>,
@@ -45,9 +46,9 @@ impl Scratch {
             passes: PassScratch {
                 group_max: vec![0.0; tiles * LANES],
                 tile_mass: vec![0; tiles],
-                ids: vec![0; vocab],
-                xs: vec![0.0; vocab],
-                mass: vec![0; vocab.max(TILE)],
+                ids: vec![0; vocab + SLACK],
+                xs: vec![0.0; vocab + SLACK],
+                mass: vec![0; vocab + SLACK],
                 select: SelectScratch::new(vocab.max(tiles * LANES)),
             },
             top: [TokenLogprob { id: 0, logprob: 0.0 }; MAX_TOP_LOGPROBS],
@@ -107,21 +108,22 @@ fn try_sample(
     let own = row.logprobs.map(|n_top| OwnDistribution::of(logits, raw_max, n_top, scratch, work));
 
     let Scratch { processed, dry_matches, passes, .. } = scratch;
-    let (x, max) = if process::any(params, row, draw_index) {
+    let t = params.temperature;
+    let row = if process::any(params, row, draw_index) {
         processed.copy_from_slice(logits);
         work.copies += 1;
         process::apply(processed, params, row, draw_index, dry_matches, &mut passes.ids)?;
         let max = check(processed, passes, work)?;
-        (&processed[..], max)
+        Weighed { x: processed, max, t, total: None }
     } else {
-        (logits, raw_max)
+        let total = own.as_ref().filter(|_| t == 1.0).map(|own| own.total);
+        Weighed { x: logits, max: raw_max, t, total }
     };
 
     let token = if params.flags & GREEDY != 0 {
-        first_at(x, &passes.group_max, max)
+        first_at(row.x, &passes.group_max, row.max)
     } else {
-        let word = draw_word(params.seed, draw_index, params.choice);
-        draw(x, max, params, word, passes, work)
+        draw(&row, params, draw_word(params.seed, draw_index, params.choice), passes, work)
     };
     Ok((token, own.map_or(f32::NAN, |own| own.logprob(logits[token]))))
 }
@@ -140,6 +142,8 @@ fn check(x: &[f32], s: &mut PassScratch, work: &mut Work) -> Result<f32, RowFaul
 /// The model's own distribution: no processors, temperature 1.
 struct OwnDistribution {
     max: f32,
+    /// Mass of all tokens; its sums by tile stay in the scratch.
+    total: u64,
     ln_total: f32,
 }
 
@@ -149,7 +153,7 @@ impl OwnDistribution {
         let s = &mut scratch.passes;
         work.passes += 1;
         let total = mass_sums(logits, max, 1.0, &mut s.tile_mass);
-        let own = OwnDistribution { max, ln_total: math::ln(total as f32 * (1.0 / MASS_ONE as f32)) };
+        let own = OwnDistribution { max, total, ln_total: math::ln(total as f32 * (1.0 / MASS_ONE as f32)) };
         if n_top > 0 {
             let k = (n_top as usize).min(MAX_TOP_LOGPROBS);
             let n = first_k(logits, k, f32::NEG_INFINITY, s, work);
@@ -170,10 +174,38 @@ impl OwnDistribution {
     }
 }
 
-/// Steps 3 to 5: mass, filters, draw. `x` is the row last scanned.
-fn draw(x: &[f32], max: f32, params: &SamplerParams, word: u64, s: &mut PassScratch, work: &mut Work) -> usize {
-    let t = params.temperature;
-    // Candidates in `ids`, `xs`, `mass`, once a filter has made a list of them, and their mass.
+/// A row as the draw sees it: logits after processors, last scanned, with what turns them into mass.
+struct Weighed<'a> {
+    x: &'a [f32],
+    max: f32,
+    t: f32,
+    /// Mass of all tokens, where the sums by tile are in the scratch already.
+    total: Option<u64>,
+}
+
+impl Weighed<'_> {
+    /// Mass of all tokens; leaves its sums by tile in the scratch.
+    fn total(&self, s: &mut PassScratch, work: &mut Work) -> u64 {
+        self.total.unwrap_or_else(|| {
+            work.passes += 1;
+            mass_sums(self.x, self.max, self.t, &mut s.tile_mass)
+        })
+    }
+
+    /// Lists every id that can have at least this mass (and maybe some with a little less), with masses, in id order.
+    fn list(&self, least: u64, s: &mut PassScratch, work: &mut Work) -> usize {
+        work.passes += 1;
+        let floor = lowest_with_mass(self.max, self.t, least);
+        let n = collect(self.x, &s.group_max, floor, &mut s.ids, &mut s.xs);
+        masses(&s.xs[..n], self.max, self.t, &mut s.mass[..n]);
+        n
+    }
+}
+
+/// Steps 3 to 5: mass, filters, draw.
+fn draw(row: &Weighed<'_>, params: &SamplerParams, word: u64, s: &mut PassScratch, work: &mut Work) -> usize {
+    let &Weighed { x, max, t, .. } = row;
+    // How many candidates there are in `ids` and `mass` once a filter has listed them, and their mass.
     let mut kept: Option<(usize, u64)> = None;
 
     if params.top_k > 0 && (params.top_k as usize) < x.len() {
@@ -182,16 +214,12 @@ fn draw(x: &[f32], max: f32, params: &SamplerParams, word: u64, s: &mut PassScra
         kept = Some((n, masses(&s.xs[..n], max, t, &mut s.mass[..n])));
     }
     if params.top_p < TOP_P_ABSENT {
-        kept = Some(shortest_prefix(x, max, params, kept, s, work));
+        kept = Some(shortest_prefix(row, params.top_p, kept, s, work));
     }
     if params.min_p > 0 {
         work.selects += 1;
-        let n = match kept {
-            Some((n, _)) => n,
-            None => list_with_mass(x, max, t, params.min_p, s, work),
-        };
-        let PassScratch { ids, mass, .. } = s;
-        kept = Some(retain(&mut ids[..n], &mut mass[..n], |_, mass| mass >= params.min_p));
+        let n = kept.map_or_else(|| row.list(params.min_p, s, work), |(n, _)| n);
+        kept = Some(retain(&mut s.ids[..n], &mut s.mass[..n], |_, mass| mass >= params.min_p));
     }
 
     match kept {
@@ -200,8 +228,7 @@ fn draw(x: &[f32], max: f32, params: &SamplerParams, word: u64, s: &mut PassScra
             s.ids[i] as usize
         }
         None => {
-            work.passes += 1;
-            let total = mass_sums(x, max, t, &mut s.tile_mass);
+            let total = row.total(s, work);
             let (tile, rest) = first_past(&s.tile_mass, mul_high(word, total));
             let start = tile * TILE;
             let tile = &x[start..x.len().min(start + TILE)];
@@ -214,42 +241,35 @@ fn draw(x: &[f32], max: f32, params: &SamplerParams, word: u64, s: &mut PassScra
 
 /// `top_p`: leaves the shortest prefix of the order that has the wanted share of mass, in id order.
 fn shortest_prefix(
-    x: &[f32],
-    max: f32,
-    params: &SamplerParams,
+    row: &Weighed<'_>,
+    top_p: u64,
     kept: Option<(usize, u64)>,
     s: &mut PassScratch,
     work: &mut Work,
 ) -> (usize, u64) {
     work.selects += 1;
-    let t = params.temperature;
     let share = |left: u64| {
-        let product = u128::from(params.top_p) * u128::from(left);
+        let product = u128::from(top_p) * u128::from(left);
         (product.div_ceil(u128::from(TOP_P_ABSENT)) as u64).max(1)
     };
     let (n, target) = match kept {
         Some((n, left)) => (n, share(left)),
         None => {
-            work.passes += 1;
-            let left = mass_sums(x, max, t, &mut s.tile_mass);
+            let left = row.total(s, work);
             let target = share(left);
             // All tokens with less mass than this have at most `left - target` together: the prefix ends before them.
-            let least = ((left - target) / x.len() as u64).max(1);
-            (list_with_mass(x, max, t, least, s, work), target)
+            let least = ((left - target) / row.x.len() as u64).max(1);
+            (row.list(least, s, work), target)
         }
     };
     let PassScratch { ids, xs, mass, select, .. } = s;
     let cut = find_cut(&xs[..n], |i| mass[i], target, select);
     // Equal logits have equal mass, so the cut takes some number of them, lower ids first.
     let mut more = target - cut.above;
-    let cut_key = order_key(cut.x);
     retain(&mut ids[..n], &mut mass[..n], |i, mass| {
-        let key = order_key(xs[i]);
-        let tie = key == cut_key && more > 0;
-        if tie {
-            more = more.saturating_sub(mass);
-        }
-        key > cut_key || tie
+        let tie = xs[i] == cut.x && more > 0;
+        more = more.saturating_sub(if tie { mass } else { 0 });
+        xs[i] > cut.x || tie
     })
 }
 
@@ -265,25 +285,16 @@ fn first_k(x: &[f32], k: usize, floor: f32, s: &mut PassScratch, work: &mut Work
         return n;
     }
     let cut = find_cut(&xs[..n], |_| 1, k as u64, select);
-    let cut_key = order_key(cut.x);
     let mut ties = k as u64 - cut.above;
     let mut kept = 0;
     for i in 0..n {
-        let key = order_key(xs[i]);
-        let tie = key == cut_key && ties > 0;
+        let (id, x) = (ids[i], xs[i]);
+        let tie = x == cut.x && ties > 0;
         ties -= u64::from(tie);
-        (ids[kept], xs[kept]) = (ids[i], xs[i]);
-        kept += usize::from(key > cut_key || tie);
+        (ids[kept], xs[kept]) = (id, x);
+        kept += usize::from(x > cut.x || tie);
     }
     kept
-}
-
-/// Lists every id that can have at least this mass (and maybe some with a little less), with masses, in id order.
-fn list_with_mass(x: &[f32], max: f32, t: f32, least: u64, s: &mut PassScratch, work: &mut Work) -> usize {
-    work.passes += 1;
-    let n = collect(x, &s.group_max, lowest_with_mass(max, t, least), &mut s.ids, &mut s.xs);
-    masses(&s.xs[..n], max, t, &mut s.mass[..n]);
-    n
 }
 
 /// A logit below which mass is certainly less than `mass` (1 to 2^40).

@@ -121,32 +121,6 @@ multiversion! {
         if t == 1.0 { each_mass::<true>(x, max, t, out) } else { each_mass::<false>(x, max, t, out) }
     }
 
-    /// Ids and logits at or above `cut`, in id order; returns how many. `ids`, `xs`: `[vocab]`, overwritten from the
-    /// front (and scribbled on one place past the end of the result).
-    pub(super) fn collect(x: &[f32], group_max: &[f32], cut: f32, ids: &mut [u32], xs: &mut [f32]) -> usize {
-        assert!(ids.len() >= x.len() && xs.len() >= x.len());
-        let mut n = 0;
-        let (groups, _) = group_max.as_chunks::<LANES>();
-        for (tile_idx, (tile, group)) in x.chunks(TILE).zip(groups).enumerate() {
-            if !group.iter().any(|&m| m >= cut) {
-                continue;
-            }
-            for (block_idx, block) in tile.chunks(STRIDE).enumerate() {
-                if !block.iter().fold(false, |any, &x| any | (x >= cut)) {
-                    continue;
-                }
-                let first = tile_idx * TILE + block_idx * STRIDE;
-                for (i, &x) in block.iter().enumerate() {
-                    // n never passes the id being looked at, so both places exist.
-                    ids[n] = (first + i) as u32;
-                    xs[n] = x;
-                    n += usize::from(x >= cut);
-                }
-            }
-        }
-        n
-    }
-
     /// `-inf` wherever the mask's bit is 0. `mask`: one bit a token, lowest first; long enough for `x`.
     pub(super) fn mask_out(x: &mut [f32], mask: &[u32]) {
         assert!(mask.len() * 32 >= x.len());

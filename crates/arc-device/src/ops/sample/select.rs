@@ -1,6 +1,7 @@
 //! Selection without a sort: where, in the order "larger logit, then lower id", a running weight reaches a target.
 
 use super::passes::{bins_below, finite_min};
+use crate::math;
 
 /// Bins of the first level, equal in width.
 const BINS: usize = 2048;
@@ -44,7 +45,7 @@ pub(super) fn order_key(x: f32) -> u32 {
 pub(super) fn find_cut(x: &[f32], weight: impl Fn(usize) -> u64, target: u64, scratch: &mut SelectScratch) -> Cut {
     let SelectScratch { bins, list } = scratch;
     let list = &mut list[..x.len()];
-    let max = x.iter().fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a });
+    let max = math::max(x);
     // Any scale is correct; this one spreads the finite logits over all bins.
     let scale = (BINS - 1) as f32 / (max - finite_min(x));
     bins_below(x, max, if scale > 0.0 { scale } else { 0.0 }, BINS as u32 - 1, list);
