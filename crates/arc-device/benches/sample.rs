@@ -79,7 +79,6 @@ fn rows(c: &mut Criterion) {
         ..none
     };
     bench("everything", &opinionated, everything, all);
-    drop(bench);
     group.bench_function("logprobs_row, top 5", |b| {
         b.iter(|| logprobs_row(black_box(&opinionated), 5, 5, &mut scratch))
     });

@@ -137,15 +137,20 @@ __device__ __forceinline__ float rsqrt(float x) {
 // Length of one chunk of a sum.
 constexpr int kSumChunk = 1024;
 
+// v[j] takes v[j + HALF], then v[j + HALF / 2], ... then v[j + 1]. A template, since a loop over halves is not unrolled
+// for every architecture, and v then leaves the registers.
+template <int HALF>
+__device__ __forceinline__ void fold(float* v) {
+#pragma unroll
+    for (int j = 0; j < HALF; ++j) v[j] = __fadd_rn(v[j], v[j + HALF]);
+    if constexpr (HALF > 1) fold<HALF / 2>(v);
+}
+
 // The sum of one chunk by one warp, in the order of math.rs; every lane gets it. Lane l passes v[j] = element
 // l + 32 j of the chunk, missing elements being +0.0. The halvings by 512 to 32 stay in registers, those by 16 to 1 are
 // shuffles: both partners of a pair compute the same sum, because addition commutes.
 __device__ __forceinline__ float sum_chunk_warp(float (&v)[kSumChunk / 32]) {
-#pragma unroll
-    for (int half = kSumChunk / 64; half > 0; half >>= 1) {
-#pragma unroll
-        for (int j = 0; j < half; ++j) v[j] = __fadd_rn(v[j], v[j + half]);
-    }
+    fold<kSumChunk / 64>(v);
     float s = v[0];
 #pragma unroll
     for (int half = 16; half > 0; half >>= 1) s = __fadd_rn(s, __shfl_xor_sync(0xffffffffu, s, half));

@@ -119,14 +119,26 @@ fn ulp_error(got: f32, want: f64, floor: f64) -> f64 {
 /// The largest error among every `stride`-th of the f32 with bits in `from..to`, and where it is.
 fn largest_error(case: &Case, from: u64, to: u64, stride: usize) -> (f64, f32) {
     let mut worst = (0.0, 0.0);
-    for bits in (from..to).step_by(stride) {
-        let x = f32::from_bits(bits as u32);
-        let error = ulp_error((case.scalar)(x), (case.oracle)(f64::from(x)), case.floor);
-        if error > worst.0 {
-            worst = (error, x);
+    let mut bits = (from..to).step_by(stride);
+    let mut x = [0.0; 4096];
+    let mut y = [0.0; 4096];
+    loop {
+        let mut n = 0;
+        for (x, bits) in x.iter_mut().zip(&mut bits) {
+            *x = f32::from_bits(bits as u32);
+            n += 1;
+        }
+        if n == 0 {
+            return worst;
+        }
+        (case.slice)(&mut y[..n], &x[..n]);
+        for (&x, &y) in x[..n].iter().zip(&y) {
+            let error = ulp_error(y, (case.oracle)(f64::from(x)), case.floor);
+            if error > worst.0 {
+                worst = (error, x);
+            }
         }
     }
-    worst
 }
 
 /// A prime stride through all f32 bit patterns, and the patterns at which something changes.

@@ -36,7 +36,7 @@ struct PassScratch {
 
 impl Scratch {
     /// Scratch for rows of `vocab` logits, and for DRY over at most `dry_window` tokens (0: no DRY).
-    /// About `28 * vocab + 4 * dry_window` bytes. Panics unless 1 <= `vocab` <= [`VOCAB_MAX`].
+    /// About `24 * vocab + 4 * dry_window` bytes. Panics unless 1 <= `vocab` <= [`VOCAB_MAX`].
     pub fn new(vocab: usize, dry_window: usize) -> Self {
         assert!((1..=VOCAB_MAX).contains(&vocab), "a vocabulary of {vocab} tokens cannot be sampled");
         let tiles = vocab.div_ceil(TILE);
