@@ -24,7 +24,7 @@ for folder in sorted(p for p in root.iterdir() if p.is_dir()):
     prompt = golden["prompt"].tolist()
     peer = LlamaCpp(folder / "model.gguf", n_ctx=256, f32_cache=True)
     got = peer.logits(prompt, 0, every=True)
-    tokens, _ = peer.greedy(prompt, len(golden["greedy"]))
+    tokens, _, _ = peer.greedy(prompt, len(golden["greedy"]))
     diff = np.abs(got - golden["logits"])
     line = f"{folder.name:13} against f32: max {diff.max():.5f} mean {diff.mean():.6f}"
     same = int((np.array(tokens) == golden["greedy"]).sum())

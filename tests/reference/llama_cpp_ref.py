@@ -54,14 +54,15 @@ class LlamaCpp:
         llama_cpp.llama_batch_free(batch)
         return np.stack(out)
 
-    def greedy(self, prompt: list[int], n: int) -> tuple[list[int], list[float]]:
-        """`n` greedy tokens (stop tokens do not stop) and the top-1 minus top-2 logit of each."""
+    def greedy(self, prompt: list[int], n: int) -> tuple[list[int], list[int], list[float]]:
+        """`n` greedy tokens (stop tokens do not stop), the runner-up of each and its distance in logits."""
         row = self.logits(prompt, 0, every=False)[0]
-        tokens, gaps = [], []
+        tokens, seconds, gaps = [], [], []
         for i in range(n):
-            second, first = np.partition(row, -2)[-2:]
-            tokens.append(int(row.argmax()))
-            gaps.append(float(first - second))
+            second, first = (int(t) for t in np.argpartition(row, -2)[-2:])
+            tokens.append(first)
+            seconds.append(second)
+            gaps.append(float(row[first] - row[second]))
             if i + 1 < n:
                 row = self.logits(tokens[-1:], len(prompt) + i, every=False)[0]
-        return tokens, gaps
+        return tokens, seconds, gaps
