@@ -14,7 +14,7 @@ use crate::ops::matmul::MatrixSource;
 use crate::ops::matmul::cpu::Activations;
 use crate::ops::matmul::pack::PackedMatrix;
 use crate::step::{Landed, Limits, Part, StepClocks, StepDelta, StepKey};
-use crate::{Alloc, Buffers, Element, Landing, MemoryClass, ModelShape, Readback, Steps, StreamState};
+use crate::{Alloc, Buffers, Element, Landing, MemoryClass, MemoryTable, ModelShape, Readback, Steps, StreamState};
 use buf::Aligned;
 use state::State;
 use team::Team;
@@ -32,7 +32,7 @@ pub struct Cpu {
     /// Partial attention of the rows whose splits run in parallel.
     partials: Aligned<f32>,
     counters: Counters,
-    memory: Vec<(String, MemoryClass, u64)>,
+    memory: MemoryTable,
 }
 
 impl Cpu {
@@ -47,11 +47,9 @@ impl Cpu {
             product: Aligned::zeroed(0),
             partials: Aligned::zeroed(stages::PARTIALS),
             counters: Counters::default(),
-            memory: Vec::new(),
+            memory: MemoryTable::default(),
         };
-        let bytes = cpu.state.bytes();
-        cpu.note("slots and ring", MemoryClass::State, bytes);
-        cpu.note("attention partials", MemoryClass::Workspace, 4 * stages::PARTIALS as u64);
+        cpu.counters.allocs += 1;
         cpu
     }
 
@@ -65,21 +63,27 @@ impl Cpu {
         &self.limits
     }
 
-    /// Everything allocated so far: name, class, bytes.
-    pub fn memory(&self) -> &[(String, MemoryClass, u64)] {
+    /// Everything allocated so far.
+    pub fn memory(&self) -> &MemoryTable {
         &self.memory
     }
 
-    fn note_workspace(&mut self, name: &str, bytes: usize) {
-        self.note(name, MemoryClass::Workspace, bytes as u64);
+    /// What the device itself takes beside the buffers that a model allocates, for matrices of up to `max_cols` columns:
+    /// known before anything is loaded.
+    pub fn own_memory(limits: &Limits, shape: &ModelShape, max_cols: usize, threads: usize) -> MemoryTable {
+        let mut table = MemoryTable::default();
+        let rows = limits.rows.max(limits.heads);
+        let product = if shape.post_norms { rows * shape.hidden } else { 0 };
+        table.add("slots and ring", MemoryClass::State, State::bytes(limits));
+        table.add("attention partials", MemoryClass::Workspace, 4 * stages::PARTIALS as u64);
+        table.add("activations", MemoryClass::Workspace, (Activations::bytes(rows, max_cols) + 4 * product) as u64);
+        table.add("samplers", MemoryClass::Workspace, state::sampler_bytes(limits, shape.vocab, threads));
+        table
     }
 
     fn note(&mut self, name: &str, class: MemoryClass, bytes: u64) {
         self.counters.allocs += 1;
-        match self.memory.iter_mut().find(|(known, known_class, _)| known == name && *known_class == class) {
-            Some(entry) => entry.2 += bytes,
-            None => self.memory.push((name.to_owned(), class, bytes)),
-        }
+        self.memory.add(name, class, bytes);
     }
 }
 
@@ -98,10 +102,10 @@ impl Alloc for Cpu {
         Ok(Aligned::zeroed(len))
     }
 
-    fn vector(&mut self, _name: &str, values: &[f32]) -> Result<Aligned<f32>> {
+    fn vector(&mut self, name: &str, values: &[f32]) -> Result<Aligned<f32>> {
         let mut buf = Aligned::zeroed(values.len());
         buf.copy_from_slice(values);
-        self.note("vectors", MemoryClass::Weights, 4 * values.len() as u64);
+        self.note(name, MemoryClass::Weights, 4 * values.len() as u64);
         Ok(buf)
     }
 
@@ -120,9 +124,10 @@ impl Alloc for Cpu {
         let rows = self.limits.rows.max(self.limits.heads);
         self.acts = Activations::new(rows, self.max_cols);
         self.product = Aligned::zeroed(if shape.post_norms { rows * shape.hidden } else { 0 });
-        let sampler_bytes = self.state.set_vocab(shape.vocab, self.team.threads());
-        self.note_workspace("activations", self.acts.bytes() + 4 * self.product.len());
-        self.note_workspace("samplers", sampler_bytes as usize);
+        self.state.set_vocab(shape.vocab, self.team.threads());
+        for line in Cpu::own_memory(&self.limits, shape, self.max_cols, self.team.threads()).lines() {
+            self.note(&line.name, line.class, line.bytes);
+        }
         Ok(())
     }
 }

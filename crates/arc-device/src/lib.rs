@@ -33,6 +33,7 @@ pub mod error;
 pub mod format;
 pub mod map;
 pub mod math;
+pub mod memory;
 pub mod ops;
 pub mod rng;
 pub mod simd;
@@ -41,6 +42,7 @@ pub mod trace;
 
 use crate::count::Counters;
 use crate::error::{Fault, Result};
+pub use crate::memory::{MemoryClass, MemoryTable};
 use crate::ops::glu::Activation;
 use crate::ops::kv::{AttentionConfig, Rope};
 use crate::ops::matmul::MatrixSource;
@@ -63,17 +65,6 @@ pub trait Buffers: Sized {
     type Buf<T: Element>;
     /// A 2-D weight `[out, in]` in its stored format, in the device's own layout.
     type Matrix;
-}
-
-/// The lifetime of a buffer, and its line in the memory table. There is no fourth.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum MemoryClass {
-    /// Parameters; written once at load.
-    Weights,
-    /// KV pools, rings, slots; sized from [`step::Limits`].
-    State,
-    /// Scratch of a step, sized for the largest and reused by every layer.
-    Workspace,
 }
 
 /// Load time only.

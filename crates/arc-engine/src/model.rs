@@ -4,9 +4,11 @@ pub mod config;
 pub mod decoder;
 mod names;
 
+use arc_device::cpu::Cpu;
 use arc_device::error::Result;
-use arc_device::step::{Limits, StepKey};
-use arc_device::{Alloc, Buffers, ModelShape, Ops};
+use arc_device::step::{CtxClass, Limits, Part, StepKey};
+use arc_device::trace::{Stage, Trace};
+use arc_device::{Alloc, Buffers, MemoryTable, ModelShape, Ops, Steps};
 
 use crate::load::{LoadError, ModelFile};
 use config::DecoderConfig;
@@ -75,6 +77,33 @@ impl<D: Ops + Alloc> Model<D> {
         };
         dev.finish(&config.shape())?;
         Ok(model)
+    }
+}
+
+/// What loading would allocate on the CPU, and the stages of one decode step: from headers, before anything is loaded.
+pub struct Plan {
+    /// Every buffer, by name and class.
+    pub memory: MemoryTable,
+    /// The stages of a step of one row that sees `context` tokens.
+    pub decode_step: Vec<Stage>,
+}
+
+impl Plan {
+    /// Plans a model. Errors: those of loading.
+    pub fn new(
+        file: &ModelFile,
+        config: &ModelConfig,
+        limits: &Limits,
+        threads: usize,
+        context: usize,
+    ) -> std::result::Result<Plan, LoadError> {
+        let mut dev = Trace::new(*limits, context);
+        let mut model = Model::load(&mut dev, file, config, limits)?;
+        let key = StepKey { rows: 1, heads: 1, ctx: CtxClass::of(context as u32), part: Part::Whole };
+        dev.step(key, &mut |dev| model.step(dev, key))?;
+        let mut memory = dev.memory().clone();
+        memory.extend(&Cpu::own_memory(limits, &config.shape(), dev.max_cols(), threads));
+        Ok(Plan { memory, decode_step: dev.take_stages() })
     }
 }
 

@@ -103,17 +103,16 @@ impl State {
     }
 
     /// Bytes of the fixed parts.
-    pub fn bytes(&self) -> u64 {
-        let landed = self.limits.ring * self.limits.heads * size_of::<Landed>();
-        let rows = self.limits.rows * (size_of::<Row>() + size_of::<RowInfo>() + size_of::<RowGroup>());
-        (landed + rows + self.limits.slots * size_of::<Slot>()) as u64
+    pub fn bytes(limits: &Limits) -> u64 {
+        let landed = limits.ring * limits.heads * size_of::<Landed>();
+        let rows = limits.rows * (size_of::<Row>() + size_of::<RowInfo>() + size_of::<RowGroup>());
+        (landed + rows + limits.slots * size_of::<Slot>()) as u64
     }
 
-    /// Fixes the vocabulary, and makes the samplers' scratch, one a thread; returns its bytes.
-    pub fn set_vocab(&mut self, vocab: usize, threads: usize) -> u64 {
+    /// Fixes the vocabulary, and makes the samplers' scratch, one a thread.
+    pub fn set_vocab(&mut self, vocab: usize, threads: usize) {
         self.vocab = vocab;
         self.samplers = (0..threads).map(|_| Scratch::new(vocab, self.limits.context)).collect();
-        (threads * (28 * vocab + 4 * self.limits.context)) as u64
     }
 
     pub fn stage(&mut self, delta: &StepDelta) {
@@ -277,6 +276,11 @@ impl State {
     pub fn clocks(&self, step: u64) -> StepClocks {
         self.ring_clocks[step as usize % self.ring.len()]
     }
+}
+
+/// Bytes of the samplers' scratch, one a thread: see [`Scratch::new`].
+pub(super) fn sampler_bytes(limits: &Limits, vocab: usize, threads: usize) -> u64 {
+    (threads * (28 * vocab + 4 * limits.context)) as u64
 }
 
 /// What a row stands for; a row out of range makes its slot fault and is not live.

@@ -35,9 +35,10 @@ impl Activations {
         }
     }
 
-    /// Bytes held.
-    pub fn bytes(&self) -> usize {
-        self.q.len() + 4 * (self.d.len() + self.sums.len() + self.floats.len())
+    /// Bytes of such scratch.
+    pub fn bytes(max_rows: usize, max_cols: usize) -> usize {
+        let cols = max_cols.next_multiple_of(32);
+        max_rows * (5 * cols + cols / 8 + cols / 4)
     }
 
     /// Fills rows `0..rows` of `w.cols` values for the formats that `w` has: `prepare(r, out)` writes row `r` as f32.

@@ -1,0 +1,60 @@
+//! The stages of a decode step against committed listings: a launch or a byte more is a diff to review.
+//!
+//! `ARC_UPDATE_GOLDEN=1` writes the listings anew.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+
+use arc_device::MemoryClass;
+use arc_device::cpu::Cpu;
+use arc_device::step::{BLOCK_TOKENS, Limits};
+use arc_device::trace::listing;
+use arc_engine::load::ModelFile;
+use arc_engine::model::{Model, ModelConfig, Plan};
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn limits(context: usize) -> Limits {
+    Limits { slots: 1, rows: 8, heads: 4, context, blocks: context / BLOCK_TOKENS, ring: 4 }
+}
+
+fn check(name: &str, path: &Path, context: usize) {
+    let file = ModelFile::open(path).expect("opens");
+    let config = ModelConfig::read(&file).expect("a configuration");
+    let plan = Plan::new(&file, &config, &limits(context), 2, context).expect("a plan");
+    let text = listing(&plan.decode_step);
+    let golden = root().join(format!("tests/golden/decode_step_{name}.txt"));
+    if std::env::var_os("ARC_UPDATE_GOLDEN").is_some() {
+        std::fs::write(&golden, &text).expect("written");
+    }
+    let want = std::fs::read_to_string(&golden).expect("the golden is committed");
+    assert_eq!(text, want, "{}", golden.display());
+}
+
+#[test]
+fn decode_steps_are_as_reviewed() {
+    check("llama_smollm2", &common::real_model("smollm2-135m-instruct-q4_1.gguf"), 512);
+    check("gemma3_270m", &common::real_model("gemma-3-270m-q4_k_m.gguf"), 1024);
+    check("qwen2_tiny", &root().join("tests/fixtures/tiny/qwen2/model.gguf"), 64);
+    check("qwen3_tiny", &root().join("tests/fixtures/tiny/qwen3"), 64);
+}
+
+/// The table that `arc inspect` prints is what loading allocates, but for rows that fill tiles of 16.
+#[test]
+fn the_plan_is_what_loading_takes() {
+    let limits = limits(256);
+    for name in ["llama", "qwen2", "gemma3"] {
+        let file = ModelFile::open(&root().join("tests/fixtures/tiny").join(name)).expect("opens");
+        let config = ModelConfig::read(&file).expect("a configuration");
+        let plan = Plan::new(&file, &config, &limits, 2, 64).expect("a plan");
+        let mut dev = Cpu::new(2, limits);
+        Model::load(&mut dev, &file, &config, &limits).expect("loads");
+        for class in [MemoryClass::State, MemoryClass::Workspace, MemoryClass::Weights] {
+            assert_eq!(dev.memory().class_bytes(class), plan.memory.class_bytes(class), "{name} {class:?}");
+        }
+        assert!(plan.memory.total_bytes() > 0);
+    }
+}
