@@ -3,6 +3,7 @@
 //! * [`TokenizerSpec`] is what a model file says about its tokenizer; [`Tokenizer`] is that, checked and indexed.
 //! * [`Detokenizer`] turns a stream of ids into text that is always valid UTF-8 and never held back longer than needed.
 //! * [`StopMatcher`] ends that text at the first stop string, wherever token borders fall.
+//! * [`ChatTemplate`] turns a conversation into ids, keeping apart what a user typed and what the template wrote.
 //!
 //! # Why the merge loop is our own
 //!
@@ -15,14 +16,18 @@
 mod bpe;
 mod detokenize;
 mod json;
+mod marks;
+mod python;
 mod spec;
 mod special;
 mod split;
 mod stop;
+mod template;
 mod tokenizer;
 mod vocab;
 
 pub use detokenize::{Control, Detokenizer};
 pub use spec::{TokenizerError, TokenizerSpec};
 pub use stop::StopMatcher;
+pub use template::{ChatInput, ChatTemplate, MAX_TEMPLATE_BYTES, TemplateError};
 pub use tokenizer::{Special, Tokenizer};

@@ -4,7 +4,13 @@
 //! `tests/reference/fetch_tokenizers.sh` puts the tokenizers there. Goldens: see `tests/reference/tokenizer_goldens.py`.
 #![forbid(unsafe_code)]
 
+#[path = "text/bad_input.rs"]
+mod bad_input;
+#[path = "text/chat.rs"]
+mod chat;
 #[path = "text/gguf.rs"]
 mod gguf;
 #[path = "text/golden.rs"]
 mod golden;
+#[path = "text/stream.rs"]
+mod stream;

@@ -78,10 +78,11 @@ impl Merger {
                 symbols[right.next].prev = at;
             }
             for (l, r) in [(left.prev, at), (at, right.next)] {
-                if l != NONE && r != NONE {
-                    if let Some(merge) = pair(&symbols[l], &symbols[r]) {
-                        heap.push(Reverse((merge.rank, l, merge.id)));
-                    }
+                if l != NONE
+                    && r != NONE
+                    && let Some(merge) = pair(&symbols[l], &symbols[r])
+                {
+                    heap.push(Reverse((merge.rank, l, merge.id)));
                 }
             }
         }

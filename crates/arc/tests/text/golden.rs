@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::gguf;
 
-fn golden_json(name: &str) -> Value {
+pub fn golden_json(name: &str) -> Value {
     let path = format!("{}/tests/golden/text/{name}.json", env!("CARGO_MANIFEST_DIR"));
     serde_json::from_str(&fs::read_to_string(path).expect("committed goldens")).expect("JSON")
 }
