@@ -1,4 +1,4 @@
-//! The one loop of the sampler that compilers do not vectorise: appending what passes a threshold to a list.
+//! The loops of the sampler that compilers do not vectorise: keeping what passes a test, closed up, in order.
 
 use super::passes::{LANES, TILE};
 #[cfg(target_arch = "x86_64")]
@@ -95,4 +95,97 @@ unsafe fn append_avx2(tile: &[f32], first: u32, cut: f32, ids: &mut [u32], xs: &
         }
     }
     append(rest, first + (tile.len() - rest.len()) as u32, cut, ids, xs, n)
+}
+
+/// Keeps the list's entries at or above `cut`, in order; returns how many. `ids`, `xs`: `[n]`, no NaN.
+pub(super) fn keep_from(ids: &mut [u32], xs: &mut [f32], cut: f32) -> usize {
+    assert_eq!(ids.len(), xs.len());
+    #[cfg(target_arch = "x86_64")]
+    if isa() == Isa::Avx512 {
+        // SAFETY: the CPU has the set; the lists are equally long.
+        return unsafe { keep_from_avx512(ids, xs, cut) };
+    }
+    keep_if(ids, xs, 0, 0, |_, x| x >= cut)
+}
+
+/// Keeps the list's entries for which `keep(index, logit)`, in order; returns how many. `ids`, `xs`: `[n]`.
+pub(super) fn keep_where(ids: &mut [u32], xs: &mut [f32], keep: impl Fn(usize, f32) -> bool) -> usize {
+    keep_if(ids, xs, 0, 0, keep)
+}
+
+/// Closes up entries `from..` behind the first `n`, which are kept already.
+fn keep_if(ids: &mut [u32], xs: &mut [f32], from: usize, mut n: usize, keep: impl Fn(usize, f32) -> bool) -> usize {
+    for i in from..ids.len() {
+        let (id, x) = (ids[i], xs[i]);
+        (ids[n], xs[n]) = (id, x);
+        n += usize::from(keep(i, x));
+    }
+    n
+}
+
+/// # Safety
+/// The CPU must have the features, and the lists be equally long.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512vl,popcnt")]
+unsafe fn keep_from_avx512(ids: &mut [u32], xs: &mut [f32], cut: f32) -> usize {
+    use std::arch::x86_64::*;
+
+    let whole = ids.len() / 16 * 16;
+    let cuts = _mm512_set1_ps(cut);
+    let mut n = 0;
+    for i in (0..whole).step_by(16) {
+        // SAFETY: i + 16 is within both lists, and n is at most i: each store lands on entries already loaded.
+        unsafe {
+            let id = _mm512_loadu_epi32(ids.as_ptr().add(i).cast());
+            let x = _mm512_loadu_ps(xs.as_ptr().add(i));
+            let pass = _mm512_cmp_ps_mask::<_CMP_GE_OQ>(x, cuts);
+            _mm512_storeu_epi32(ids.as_mut_ptr().add(n).cast(), _mm512_maskz_compress_epi32(pass, id));
+            _mm512_storeu_ps(xs.as_mut_ptr().add(n), _mm512_maskz_compress_ps(pass, x));
+            n += pass.count_ones() as usize;
+        }
+    }
+    keep_if(ids, xs, whole, n, |_, x| x >= cut)
+}
+
+/// Overwrites the list from the front with the indices at which it holds `value`; returns how many.
+pub(super) fn indices_of(list: &mut [u32], value: u32) -> usize {
+    #[cfg(target_arch = "x86_64")]
+    if isa() == Isa::Avx512 {
+        // SAFETY: the CPU has the set.
+        return unsafe { indices_of_avx512(list, value) };
+    }
+    indices_from(list, value, 0, 0)
+}
+
+fn indices_from(list: &mut [u32], value: u32, from: usize, mut n: usize) -> usize {
+    for i in from..list.len() {
+        let equal = list[i] == value;
+        list[n] = i as u32;
+        n += usize::from(equal);
+    }
+    n
+}
+
+/// # Safety
+/// The CPU must have the features.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512vl,popcnt")]
+unsafe fn indices_of_avx512(list: &mut [u32], value: u32) -> usize {
+    use std::arch::x86_64::*;
+
+    let whole = list.len() / 16 * 16;
+    let values = _mm512_set1_epi32(value as i32);
+    let mut indices = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    let mut n = 0;
+    for i in (0..whole).step_by(16) {
+        // SAFETY: i + 16 is within the list, and n is at most i: the store lands on entries already loaded.
+        unsafe {
+            let x = _mm512_loadu_epi32(list.as_ptr().add(i).cast());
+            let pass = _mm512_cmpeq_epi32_mask(x, values);
+            _mm512_storeu_epi32(list.as_mut_ptr().add(n).cast(), _mm512_maskz_compress_epi32(pass, indices));
+            n += pass.count_ones() as usize;
+        }
+        indices = _mm512_add_epi32(indices, _mm512_set1_epi32(16));
+    }
+    indices_from(list, value, whole, n)
 }

@@ -1,9 +1,9 @@
 //! One row on one core: the sampler as the CPU runs it, and the replica of the GPU's.
 
-use super::compact::{SLACK, collect};
+use super::compact::{SLACK, collect, keep_from, keep_where};
 use super::passes::{LANES, TILE, first_at, mass_sums, masses, scan};
 use super::process;
-use super::select::{SelectScratch, find_cut, order_key};
+use super::select::{Count, Cut, SelectScratch, find_cut, order_key};
 use super::{GREEDY, MASS_ONE, RowFault, RowInputs, Sampled, SamplerParams, TOP_P_ABSENT};
 use super::{TokenLogprob, VOCAB_MAX, Work};
 use crate::math;
@@ -219,7 +219,7 @@ fn draw(row: &Weighed<'_>, params: &SamplerParams, word: u64, s: &mut PassScratc
     if params.min_p > 0 {
         work.selects += 1;
         let n = kept.map_or_else(|| row.list(params.min_p, s, work), |(n, _)| n);
-        kept = Some(retain(&mut s.ids[..n], &mut s.mass[..n], |_, mass| mass >= params.min_p));
+        kept = Some(retain(&mut s.ids[..n], &mut s.mass[..n], params.min_p));
     }
 
     match kept {
@@ -262,15 +262,9 @@ fn shortest_prefix(
             (row.list(least, s, work), target)
         }
     };
-    let PassScratch { ids, xs, mass, select, .. } = s;
-    let cut = find_cut(&xs[..n], |i| mass[i], target, select);
-    // Equal logits have equal mass, so the cut takes some number of them, lower ids first.
-    let mut more = target - cut.above;
-    retain(&mut ids[..n], &mut mass[..n], |i, mass| {
-        let tie = xs[i] == cut.x && more > 0;
-        more = more.saturating_sub(if tie { mass } else { 0 });
-        xs[i] > cut.x || tie
-    })
+    let cut = find_cut(&s.xs[..n], &s.mass[..n], target, &mut s.select);
+    let n = keep_to(cut, &mut s.ids[..n], &mut s.xs[..n]);
+    (n, masses(&s.xs[..n], row.max, row.t, &mut s.mass[..n]))
 }
 
 /// Lists the first k ids of the order, in id order, but none below `floor`; returns how many.
@@ -279,22 +273,22 @@ fn first_k(x: &[f32], k: usize, floor: f32, s: &mut PassScratch, work: &mut Work
     work.passes += 1;
     let PassScratch { group_max, ids, xs, select, .. } = s;
     // The k-th largest maximum of groups is a lower bound of the k-th largest logit.
-    let bound = if k <= group_max.len() { find_cut(group_max, |_| 1, k as u64, select).x } else { floor };
+    let bound = if k <= group_max.len() { find_cut(group_max, Count, k as u64, select).x } else { floor };
     let n = collect(x, group_max, if bound > floor { bound } else { floor }, ids, xs);
     if n <= k {
         return n;
     }
-    let cut = find_cut(&xs[..n], |_| 1, k as u64, select);
-    let mut ties = k as u64 - cut.above;
-    let mut kept = 0;
-    for i in 0..n {
-        let (id, x) = (ids[i], xs[i]);
-        let tie = x == cut.x && ties > 0;
-        ties -= u64::from(tie);
-        (ids[kept], xs[kept]) = (id, x);
-        kept += usize::from(x > cut.x || tie);
+    let cut = find_cut(&xs[..n], Count, k as u64, select);
+    keep_to(cut, &mut ids[..n], &mut xs[..n])
+}
+
+/// Keeps the candidates that come no later in the order than the cut; returns how many.
+fn keep_to(cut: Cut, ids: &mut [u32], xs: &mut [f32]) -> usize {
+    if cut.splits_ties {
+        keep_where(ids, xs, |i, x| x > cut.x || (x == cut.x && i <= cut.last))
+    } else {
+        keep_from(ids, xs, cut.x)
     }
-    kept
 }
 
 /// A logit below which mass is certainly less than `mass` (1 to 2^40).
@@ -307,15 +301,14 @@ fn lowest_with_mass(max: f32, t: f32, mass: u64) -> f32 {
     (x as f32).next_down()
 }
 
-/// Keeps the candidates for which `keep(index, mass)`, in order; returns how many, and their mass.
-fn retain(ids: &mut [u32], mass: &mut [u64], mut keep: impl FnMut(usize, u64) -> bool) -> (usize, u64) {
+/// Keeps the candidates with at least this mass, in order; returns how many, and their mass.
+fn retain(ids: &mut [u32], mass: &mut [u64], least: u64) -> (usize, u64) {
     let (mut n, mut total) = (0, 0);
     for i in 0..ids.len() {
-        let m = mass[i];
-        let kept = keep(i, m);
-        (ids[n], mass[n]) = (ids[i], m);
-        n += usize::from(kept);
-        total += if kept { m } else { 0 };
+        let (id, m) = (ids[i], mass[i]);
+        (ids[n], mass[n]) = (id, m);
+        n += usize::from(m >= least);
+        total += if m >= least { m } else { 0 };
     }
     (n, total)
 }
