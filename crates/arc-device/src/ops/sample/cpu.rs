@@ -56,7 +56,7 @@ impl Scratch {
         }
     }
 
-    /// The alternatives of the last row that asked for logprobs: larger logit first, then lower id.
+    /// The alternatives of the last row, where it asked for logprobs and did not fault: larger logit first, then lower id.
     pub fn top(&self) -> &[TokenLogprob] {
         &self.top[..self.n_top]
     }
@@ -76,7 +76,10 @@ pub fn sample_row(
     scratch.n_top = 0;
     match try_sample(logits, params, row, draw_index, scratch, &mut work) {
         Ok((token, logprob)) => Sampled { token: Ok(token as u32), logprob, work },
-        Err(fault) => Sampled { token: Err(fault), logprob: f32::NAN, work },
+        Err(fault) => {
+            scratch.n_top = 0;
+            Sampled { token: Err(fault), logprob: f32::NAN, work }
+        }
     }
 }
 

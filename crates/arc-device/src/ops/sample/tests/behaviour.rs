@@ -83,6 +83,7 @@ fn faults_are_the_rows_own() {
         let (mut case, mut scratch) = plain(some_logits(100, 1));
         change(&mut case);
         let faulted = case.sample_with(Some(3), &mut scratch);
+        assert_eq!(scratch.top().len(), if faulted.token.is_ok() { 3 } else { 0 });
         // The scratch is as good as new for the next row.
         let (good, mut fresh) = plain(some_logits(100, 2));
         assert_eq!(good.sample(&mut scratch).token, good.sample(&mut fresh).token);

@@ -25,9 +25,13 @@ pub enum Mutant {
     DrawBeforeMask,
     /// `top_p` of the whole mass, not of what `top_k` left.
     TopPOfAll,
+    /// Repetitions reach across DRY's breakers.
+    DryIgnoresBreakers,
+    /// DRY counts an earlier passage one token short.
+    DryShort,
 }
 
-pub const MUTANTS: [Mutant; 7] = [
+pub const MUTANTS: [Mutant; 9] = [
     Mutant::TiesByPlace,
     Mutant::SignedZero,
     Mutant::TopPAsF32,
@@ -35,6 +39,8 @@ pub const MUTANTS: [Mutant; 7] = [
     Mutant::FusedPenalty,
     Mutant::DrawBeforeMask,
     Mutant::TopPOfAll,
+    Mutant::DryIgnoresBreakers,
+    Mutant::DryShort,
 ];
 
 const ONE: f64 = (1u64 << 40) as f64;
@@ -166,7 +172,7 @@ fn processed(case: &Case, mutant: Mutant) -> (Vec<f32>, Vec<f32>) {
         }
         if let Some(dry) = &c.dry {
             let history: Vec<u32> = case.prompt.iter().chain(&case.output).copied().collect();
-            apply_dry(&mut x, dry, &history);
+            apply_dry(&mut x, dry, &history, mutant);
         }
         x
     };
@@ -174,17 +180,18 @@ fn processed(case: &Case, mutant: Mutant) -> (Vec<f32>, Vec<f32>) {
 }
 
 /// DRY by its definition: for every earlier place, walk back while the tokens agree and none is a breaker.
-fn apply_dry(x: &mut [f32], dry: &DryConfig, history: &[u32]) {
+fn apply_dry(x: &mut [f32], dry: &DryConfig, history: &[u32], mutant: Mutant) {
     let text = &history[history.len() - history.len().min(dry.window as usize)..];
     let mut longest = vec![0; x.len()];
     for end in 1..text.len() {
         let mut len = 0;
         while len < end && text[end - 1 - len] == text[text.len() - 1 - len] {
-            if dry.breakers.contains(&text[end - 1 - len]) {
+            if mutant != Mutant::DryIgnoresBreakers && dry.breakers.contains(&text[end - 1 - len]) {
                 break;
             }
             len += 1;
         }
+        len -= usize::from(mutant == Mutant::DryShort && len > 0);
         if !dry.breakers.contains(&text[end]) {
             longest[text[end] as usize] = longest[text[end] as usize].max(len);
         }
