@@ -1,5 +1,7 @@
 //! Counters of everything a step can cost. Each is moved by the one function that does the thing.
 
+pub mod heap;
+
 /// Totals since the device was made; a step's cost is a difference of two snapshots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counters {
