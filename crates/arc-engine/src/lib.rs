@@ -1,7 +1,9 @@
 //! Arc's engine: tokens in, tokens out. No text, no HTTP, no JSON bodies, no CUDA types.
 #![forbid(unsafe_code)]
 
+pub mod blocks;
 pub mod load;
 pub mod model;
 pub mod request;
 pub mod runner;
+pub mod scheduler;

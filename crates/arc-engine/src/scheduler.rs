@@ -1,0 +1,319 @@
+//! Which sequences run, and which of their rows the next step holds.
+//!
+//! The scheduler plans from what was *enqueued*, never from what landed: positions and output lengths are known before
+//! their tokens are. So it can plan several steps ahead, and a sequence that reaches its length leaves the table by
+//! itself. What it cannot foresee, a stop id, makes a few rows inert on the device, and is told by [`Scheduler::end`].
+
+pub mod buckets;
+pub mod cost;
+pub mod queue;
+
+use std::sync::Arc;
+
+use arc_device::step::{CtxClass, Limits, Part, Row, StepKey, TOKEN_OF_SLOT, row_flags};
+
+use crate::blocks::BlockManager;
+use crate::scheduler::buckets::Buckets;
+use crate::scheduler::cost::CostModel;
+
+/// Rows of a chunk below which prefill would hardly move, however slow a step is.
+pub const MIN_CHUNK: u32 = 8;
+/// Steps in flight where the host must see each token, or where a chunk makes steps long: one that runs and one behind
+/// it, so that the device never waits for the plan.
+const SHORT_WINDOW: usize = 2;
+
+/// What a scheduler is told once.
+#[derive(Debug, Clone)]
+pub struct SchedulerConfig {
+    /// Sizes fixed at load.
+    pub limits: Limits,
+    /// Row counts that the device runs.
+    pub buckets: Buckets,
+    /// Most steps in flight.
+    pub burst: usize,
+    /// Longest step, as far as it can be foreseen, while a sequence decodes.
+    pub mixed_step_us: f64,
+}
+
+/// A sequence that wants to start.
+#[derive(Debug, Clone)]
+pub struct Want {
+    /// Its prompt; not empty.
+    pub prompt: Arc<[u32]>,
+    /// Tokens it may emit; 0: scores only.
+    pub max_out: u32,
+    /// Whether its prompt tokens are scored.
+    pub score: bool,
+    /// Whether the host must see its logits or its tokens before each draw.
+    pub two_part: bool,
+}
+
+impl Want {
+    /// Blocks that it holds from admission to end.
+    pub fn blocks(&self) -> usize {
+        Limits::blocks_for(self.prompt.len() + self.max_out as usize)
+    }
+
+    /// Prompt rows that run: the last token feeds the first draw, and scores end one before it.
+    fn prompt_rows(&self) -> u32 {
+        self.prompt.len() as u32 - u32::from(self.max_out == 0)
+    }
+
+    /// Prompt rows that are scored: row `p` scores token `p + 1`.
+    pub fn scored_rows(&self) -> u32 {
+        if self.score { self.prompt.len() as u32 - 1 } else { 0 }
+    }
+}
+
+/// A place for a sequence.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Place {
+    /// The slot.
+    pub slot: u16,
+    /// Its generation, unlike any before.
+    pub generation: u32,
+    /// Blocks in position order.
+    pub blocks: Vec<u32>,
+}
+
+/// One step as planned. Reused from step to step.
+#[derive(Debug, Default)]
+pub struct StepPlan {
+    /// The row table, padded to the key.
+    pub rows: Vec<Row>,
+    /// Rows that are no padding.
+    pub n_rows: u32,
+    /// Rows among them that belong to prompts.
+    pub prompt_rows: u32,
+    /// Rows that go through the output head.
+    pub n_heads: u32,
+    /// Sequences that have rows.
+    pub seqs: u32,
+    /// Longest context.
+    pub context: u32,
+    /// Head index and slot of the rows that draw for a sequence that needs two parts.
+    pub two_part: Vec<(u32, u16)>,
+}
+
+impl StepPlan {
+    fn clear(&mut self) {
+        self.rows.clear();
+        self.two_part.clear();
+        (self.n_rows, self.prompt_rows, self.n_heads, self.seqs, self.context) = (0, 0, 0, 0, 0);
+    }
+}
+
+/// Slots, blocks, and how far each sequence was enqueued.
+#[derive(Debug)]
+pub struct Scheduler {
+    config: SchedulerConfig,
+    blocks: BlockManager,
+    cost: CostModel,
+    generations: Vec<u32>,
+    running: Vec<Option<Running>>,
+    free_slots: Vec<u16>,
+    /// Slots in order of admission: the oldest prompt gets its rows first.
+    order: Vec<u16>,
+}
+
+#[derive(Debug)]
+struct Running {
+    want: Want,
+    blocks: Vec<u32>,
+    /// Rows enqueued, which is the next position.
+    pos: u32,
+    /// Draws enqueued.
+    out: u32,
+}
+
+impl Running {
+    fn prefills(&self) -> bool {
+        self.pos < self.want.prompt_rows()
+    }
+
+    fn decodes(&self) -> bool {
+        !self.prefills() && self.out < self.want.max_out
+    }
+}
+
+impl Scheduler {
+    /// Nothing runs. Slots that one step could not hold, one row and one head each, are never used.
+    pub fn new(config: SchedulerConfig) -> Self {
+        let limits = config.limits;
+        let slots = limits.slots.min(limits.rows).min(limits.heads).min(usize::from(u16::MAX));
+        assert!(slots > 0 && limits.ring > 0, "nothing can run within {limits:?}");
+        Scheduler {
+            blocks: BlockManager::new(limits.blocks),
+            cost: CostModel::default(),
+            generations: vec![0; slots],
+            running: (0..slots).map(|_| None).collect(),
+            free_slots: (0..slots as u16).rev().collect(),
+            order: Vec::with_capacity(slots),
+            config,
+        }
+    }
+
+    /// Blocks that a sequence could be admitted with now; `None` where no slot is free.
+    pub fn admissible_blocks(&self) -> Option<usize> {
+        (!self.free_slots.is_empty()).then(|| self.blocks.free())
+    }
+
+    /// Gives a sequence its slot and all the blocks that it will ever need; `None` where they are not free.
+    pub fn admit(&mut self, want: Want) -> Option<Place> {
+        let slot = *self.free_slots.last()?;
+        let blocks = self.blocks.reserve(want.blocks())?;
+        self.free_slots.pop();
+        self.order.push(slot);
+        let generation = self.generations[usize::from(slot)].wrapping_add(1);
+        self.generations[usize::from(slot)] = generation;
+        let place = Place { slot, generation, blocks: blocks.clone() };
+        self.running[usize::from(slot)] = Some(Running { want, blocks, pos: 0, out: 0 });
+        Some(place)
+    }
+
+    /// Ends a slot's sequence. Slot and blocks are free at once: whatever uses them next is enqueued later.
+    pub fn end(&mut self, slot: u16) {
+        let running = self.running[usize::from(slot)].take().expect("a slot ends once");
+        self.blocks.release(running.blocks);
+        self.order.retain(|&s| s != slot);
+        self.free_slots.push(slot);
+    }
+
+    /// Takes in what a step took.
+    pub fn observe(&mut self, rows: u32, us: f64) {
+        self.cost.observe(rows, us);
+    }
+
+    /// The cost of steps as seen so far.
+    pub fn cost(&self) -> &CostModel {
+        &self.cost
+    }
+
+    /// The KV pool.
+    pub fn blocks(&self) -> &BlockManager {
+        &self.blocks
+    }
+
+    /// Sequences in slots.
+    pub fn n_running(&self) -> usize {
+        self.order.len()
+    }
+
+    /// Slots that can be used at all.
+    pub fn slots(&self) -> usize {
+        self.running.len()
+    }
+
+    /// How many steps may be in flight once the next is enqueued.
+    pub fn window(&self) -> usize {
+        let short = self.order.iter().map(|&slot| self.at(slot)).any(|r| r.prefills() || r.want.two_part);
+        let most = if short { SHORT_WINDOW.min(self.config.burst) } else { self.config.burst };
+        most.min(self.config.limits.ring).max(1)
+    }
+
+    /// Fills in the next step and moves every sequence past its rows. `None`: there is nothing to run.
+    pub fn plan(&mut self, plan: &mut StepPlan) -> Option<StepKey> {
+        plan.clear();
+        for idx in 0..self.order.len() {
+            self.plan_decode(self.order[idx], plan);
+        }
+        let cap = self.row_cap(plan.n_rows);
+        for idx in 0..self.order.len() {
+            self.plan_chunk(self.order[idx], cap, plan);
+        }
+        if plan.n_rows == 0 {
+            return None;
+        }
+        let rows = self.config.buckets.pad(plan.n_rows);
+        let heads = match plan.n_heads {
+            0 => 0,
+            n => self.config.buckets.pad(n).min(self.config.limits.heads as u32),
+        };
+        plan.rows.resize(rows as usize, Row { flags: row_flags::PADDING, ..Row::default() });
+        let part = if plan.two_part.is_empty() { Part::Whole } else { Part::Forward };
+        Some(StepKey { rows, heads, ctx: CtxClass::of(plan.context), part })
+    }
+
+    /// Rows that the step may have in all, given those that decode.
+    fn row_cap(&self, n_decode: u32) -> u32 {
+        let max = self.config.limits.rows as u32;
+        if n_decode == 0 {
+            return max;
+        }
+        let within = self.cost.rows_within(self.config.mixed_step_us).max(n_decode + MIN_CHUNK).min(max);
+        match self.config.buckets.floor(within) {
+            // The bucket below has no room beside the decoding rows: the one above is the least that makes progress.
+            rows if rows <= n_decode => self.config.buckets.pad(within).min(max),
+            rows => rows,
+        }
+    }
+
+    fn plan_decode(&mut self, slot: u16, plan: &mut StepPlan) {
+        let running = self.running[usize::from(slot)].as_mut().expect("in order, so running");
+        if !running.decodes() {
+            return;
+        }
+        if running.want.two_part {
+            plan.two_part.push((plan.n_heads, slot));
+        }
+        plan.rows.push(Row {
+            slot,
+            flags: row_flags::HEAD | row_flags::SAMPLE,
+            token: TOKEN_OF_SLOT,
+            ..Row::default()
+        });
+        running.pos += 1;
+        running.out += 1;
+        plan.n_rows += 1;
+        plan.n_heads += 1;
+        plan.seqs += 1;
+        plan.context = plan.context.max(running.pos);
+    }
+
+    fn plan_chunk(&mut self, slot: u16, cap: u32, plan: &mut StepPlan) {
+        let heads = self.config.limits.heads as u32;
+        let running = self.running[usize::from(slot)].as_mut().expect("in order, so running");
+        if !running.prefills() {
+            return;
+        }
+        let want = &running.want;
+        let first = running.pos;
+        let last = first + (want.prompt_rows() - first).min(cap.saturating_sub(plan.n_rows));
+        for pos in first..last {
+            let at = pos as usize;
+            let mut row = Row { slot, offset: pos - first, token: want.prompt[at], ..Row::default() };
+            if pos < want.scored_rows() {
+                row.flags = row_flags::HEAD | row_flags::SCORE;
+                row.target = want.prompt[at + 1];
+            } else if at + 1 == want.prompt.len() {
+                row.flags = row_flags::HEAD | row_flags::SAMPLE;
+            }
+            if row.flags & row_flags::HEAD != 0 {
+                if plan.n_heads == heads {
+                    break;
+                }
+                if row.flags & row_flags::SAMPLE != 0 {
+                    running.out = 1;
+                    if want.two_part {
+                        plan.two_part.push((plan.n_heads, slot));
+                    }
+                }
+                plan.n_heads += 1;
+            }
+            plan.rows.push(row);
+            running.pos += 1;
+        }
+        let n = running.pos - first;
+        plan.n_rows += n;
+        plan.prompt_rows += n;
+        plan.seqs += u32::from(n > 0);
+        plan.context = plan.context.max(running.pos);
+    }
+
+    fn at(&self, slot: u16) -> &Running {
+        self.running[usize::from(slot)].as_ref().expect("in order, so running")
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,164 @@
+//! Plans as plain data: what a step holds, row by row.
+
+use super::*;
+
+fn limits() -> Limits {
+    Limits { slots: 4, rows: 32, heads: 6, context: 4096, blocks: 200, ring: 16 }
+}
+
+fn scheduler(limits: Limits, buckets: Buckets) -> Scheduler {
+    Scheduler::new(SchedulerConfig { limits, buckets, burst: 8, mixed_step_us: 2_050.0 })
+}
+
+fn want(len: u32, max_out: u32) -> Want {
+    Want { prompt: (100..100 + len).collect(), max_out, score: false, two_part: false }
+}
+
+/// `(slot, offset, token, flags)` of each row.
+fn table(plan: &StepPlan) -> Vec<(u16, u32, u32, u16)> {
+    plan.rows.iter().map(|r| (r.slot, r.offset, r.token, r.flags)).collect()
+}
+
+const DRAW: u16 = row_flags::HEAD | row_flags::SAMPLE;
+const SCORE: u16 = row_flags::HEAD | row_flags::SCORE;
+
+#[test]
+fn a_prompt_runs_in_chunks_and_its_last_row_draws() {
+    let mut s = scheduler(Limits { rows: 4, ..limits() }, Buckets::Exact);
+    let mut plan = StepPlan::default();
+    s.admit(want(6, 3)).expect("room");
+    let key = s.plan(&mut plan).expect("a chunk");
+    assert_eq!(table(&plan), [(0, 0, 100, 0), (0, 1, 101, 0), (0, 2, 102, 0), (0, 3, 103, 0)]);
+    assert_eq!((key.rows, key.heads, key.part), (4, 0, Part::Whole));
+    let key = s.plan(&mut plan).expect("the rest");
+    assert_eq!(table(&plan), [(0, 0, 104, 0), (0, 1, 105, DRAW)]);
+    assert_eq!((key.rows, key.heads, plan.context, plan.prompt_rows), (2, 1, 6, 2));
+    for context in [7, 8] {
+        s.plan(&mut plan).expect("a decode row");
+        assert_eq!(table(&plan), [(0, 0, TOKEN_OF_SLOT, DRAW)]);
+        assert_eq!((plan.context, plan.prompt_rows), (context, 0));
+    }
+    assert_eq!(s.plan(&mut plan), None, "three draws are enqueued: its length is reached");
+    assert_eq!(s.n_running(), 1, "and it runs until its end has landed");
+    s.end(0);
+    assert_eq!((s.n_running(), s.blocks().free()), (0, 200));
+}
+
+#[test]
+fn scored_rows_go_through_the_head_and_limit_the_chunk() {
+    let mut s = scheduler(limits(), Buckets::Exact);
+    let mut plan = StepPlan::default();
+    s.admit(Want { score: true, ..want(9, 1) }).expect("room");
+    s.plan(&mut plan).expect("as many as there are heads");
+    assert_eq!(plan.n_heads, 6);
+    let targets: Vec<_> = plan.rows.iter().map(|r| (r.flags, r.token, r.target)).collect();
+    assert_eq!(targets[0], (SCORE, 100, 101));
+    assert_eq!(targets[5], (SCORE, 105, 106));
+    s.plan(&mut plan).expect("the rest");
+    assert_eq!(table(&plan), [(0, 0, 106, SCORE), (0, 1, 107, SCORE), (0, 2, 108, DRAW)]);
+
+    // Scores alone need no row for the last token.
+    s.admit(Want { score: true, ..want(3, 0) }).expect("room");
+    s.plan(&mut plan).expect("two rows");
+    assert_eq!(table(&plan), [(1, 0, 100, SCORE), (1, 1, 101, SCORE)]);
+    assert_eq!(s.plan(&mut plan), None);
+}
+
+#[test]
+fn the_oldest_prompt_gets_its_rows_first_and_the_next_gets_the_rest() {
+    let mut s = scheduler(Limits { rows: 10, ..limits() }, Buckets::Exact);
+    let mut plan = StepPlan::default();
+    s.admit(want(7, 1)).expect("room");
+    s.admit(want(7, 1)).expect("room");
+    s.plan(&mut plan).expect("both");
+    let rows = |slot| plan.rows.iter().filter(|r| r.slot == slot).count();
+    assert_eq!((rows(0), rows(1), plan.seqs, plan.n_heads), (7, 3, 2, 1));
+}
+
+#[test]
+fn a_chunk_beside_decoding_rows_is_cut_by_the_cost_line_in_whole_buckets() {
+    for (buckets, first, measured) in [(Buckets::Exact, 32, 15), (Buckets::recorded(32), 32, 12)] {
+        let mut s = scheduler(limits(), buckets);
+        let mut plan = StepPlan::default();
+        s.admit(want(1, 100)).expect("room");
+        s.plan(&mut plan).expect("its prompt");
+        s.admit(want(2000, 1)).expect("room");
+        let key = s.plan(&mut plan).expect("mixed");
+        assert_eq!(key.rows, first, "nothing was measured");
+        // 500 us a step and 100 us a row: 2.05 ms hold 15 rows.
+        for rows in [1, 8, 32] {
+            s.observe(rows, 500.0 + 100.0 * f64::from(rows));
+        }
+        let key = s.plan(&mut plan).expect("mixed");
+        assert_eq!((key.rows, plan.n_rows, plan.n_heads), (measured, measured, 1));
+        // However slow a step is, a prompt moves.
+        for _ in 0..100 {
+            s.observe(1, 1e6);
+            s.observe(32, 1e6 + 1.0);
+        }
+        s.plan(&mut plan).expect("mixed");
+        assert!((MIN_CHUNK..=2 * MIN_CHUNK).contains(&plan.prompt_rows), "{}", plan.prompt_rows);
+        // With nobody decoding, the largest chunk.
+        s.end(0);
+        assert_eq!(s.plan(&mut plan).expect("a chunk").rows, 32);
+    }
+}
+
+#[test]
+fn buckets_are_filled_with_padding_and_heads_are_rounded_up() {
+    let mut s = scheduler(Limits { slots: 8, heads: 9, ..limits() }, Buckets::recorded(32));
+    let mut plan = StepPlan::default();
+    for _ in 0..5 {
+        s.admit(want(1, 9)).expect("room");
+    }
+    let key = s.plan(&mut plan).expect("five rows");
+    assert_eq!((key.rows, key.heads, plan.n_rows, plan.n_heads), (6, 6, 5, 5));
+    assert_eq!(plan.rows[5], Row { flags: row_flags::PADDING, ..Row::default() });
+    for _ in 0..3 {
+        s.admit(want(1, 9)).expect("room");
+    }
+    s.plan(&mut plan).expect("eight rows");
+    assert_eq!(s.admit(want(1, 1)), None, "no slot is left");
+}
+
+#[test]
+fn a_context_class_follows_the_longest_row() {
+    let mut s = scheduler(Limits { rows: 4096, ..limits() }, Buckets::Exact);
+    let mut plan = StepPlan::default();
+    s.admit(want(2047, 3)).expect("room");
+    let classes: Vec<CtxClass> = (0..3).map(|_| s.plan(&mut plan).expect("a step").ctx).collect();
+    assert_eq!(classes, [CtxClass::Short, CtxClass::Short, CtxClass::Medium], "contexts 2,047 to 2,049");
+}
+
+#[test]
+fn the_window_is_short_where_the_host_must_keep_up() {
+    let mut s = scheduler(limits(), Buckets::Exact);
+    let mut plan = StepPlan::default();
+    assert_eq!(s.window(), 8);
+    s.admit(want(2, 9)).expect("room");
+    assert_eq!(s.window(), 2, "a prompt is waiting");
+    s.plan(&mut plan).expect("its prompt");
+    assert_eq!(s.window(), 8);
+    let host = s.admit(Want { two_part: true, ..want(1, 9) }).expect("room");
+    assert_eq!(s.plan(&mut plan).expect("both").part, Part::Forward);
+    assert_eq!(plan.two_part, [(1, host.slot)]);
+    assert_eq!(s.window(), 2, "the host draws");
+    s.end(host.slot);
+    assert_eq!(s.window(), 8);
+    let ring = scheduler(Limits { ring: 3, ..limits() }, Buckets::Exact);
+    assert_eq!(ring.window(), 3, "the ring is never lapped");
+}
+
+#[test]
+fn a_slot_never_has_the_same_generation_twice() {
+    let mut s = scheduler(limits(), Buckets::Exact);
+    let mut seen = std::collections::HashSet::new();
+    for _ in 0..10 {
+        let place = s.admit(want(30, 10)).expect("room");
+        assert_eq!(place.blocks.len(), 2);
+        assert!(seen.insert((place.slot, place.generation)));
+        s.end(place.slot);
+    }
+    assert_eq!(s.admit(want(6400, 1)), None, "more blocks than the pool has");
+    assert_eq!(s.blocks().free(), 200);
+}
