@@ -13,6 +13,7 @@ use crate::error::{DeviceError, Fault, Result};
 use crate::ops::matmul::MatrixSource;
 use crate::ops::matmul::cpu::Activations;
 use crate::ops::matmul::pack::PackedMatrix;
+use crate::ops::sample::SamplerConfig;
 use crate::step::{Landed, Limits, Part, StepClocks, StepDelta, StepKey};
 use crate::{Alloc, Buffers, Element, Landing, MemoryClass, MemoryTable, ModelShape, Readback, Steps, StreamState};
 use buf::Aligned;
@@ -148,6 +149,11 @@ impl Landing for Cpu {
     fn stage(&mut self, delta: &StepDelta) -> Result<()> {
         self.state.stage(delta);
         Ok(())
+    }
+
+    fn can_finish(&self, _sampling: &SamplerConfig) -> bool {
+        // The CPU's sampler is the complete one.
+        true
     }
 
     fn fetch_rows(&mut self, heads: &[u32]) -> Result<()> {

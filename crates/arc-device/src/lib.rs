@@ -46,6 +46,7 @@ pub use crate::memory::{MemoryClass, MemoryTable};
 use crate::ops::glu::Activation;
 use crate::ops::kv::{AttentionConfig, Rope};
 use crate::ops::matmul::MatrixSource;
+use crate::ops::sample::SamplerConfig;
 use crate::step::{Landed, StepClocks, StepDelta, StepKey};
 
 /// A plain value that a buffer can hold.
@@ -236,6 +237,10 @@ pub enum StreamState {
 pub trait Landing {
     /// Applies changes before the next enqueued step, after all that are in flight. Never waits.
     fn stage(&mut self, delta: &StepDelta) -> Result<()>;
+
+    /// Whether the device draws rows with these parameters itself. Rows of which it says no are drawn by the host, from
+    /// fetched logits, with the same token. Mirrors the device's own dispatch.
+    fn can_finish(&self, sampling: &SamplerConfig) -> bool;
 
     /// Copies the logits of head rows (numbered in table order) of the last step, which ran as
     /// [`step::Part::Forward`], for the host to sample.

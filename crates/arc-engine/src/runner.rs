@@ -2,6 +2,7 @@
 
 use arc_device::count::Counters;
 use arc_device::error::{Fault, Result};
+use arc_device::ops::sample::SamplerConfig;
 use arc_device::step::{Landed, StepClocks, StepDelta, StepKey};
 use arc_device::{DeviceLoop, Landing, Steps, StreamState};
 
@@ -30,6 +31,10 @@ impl<D: Steps> DeviceLoop for Runner<D> {
 impl<D: Steps> Landing for Runner<D> {
     fn stage(&mut self, delta: &StepDelta) -> Result<()> {
         self.dev.stage(delta)
+    }
+
+    fn can_finish(&self, sampling: &SamplerConfig) -> bool {
+        self.dev.can_finish(sampling)
     }
 
     fn fetch_rows(&mut self, heads: &[u32]) -> Result<()> {
