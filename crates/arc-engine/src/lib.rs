@@ -2,8 +2,14 @@
 #![forbid(unsafe_code)]
 
 pub mod blocks;
+pub mod burst;
+pub mod engine;
+pub mod grammar;
 pub mod load;
 pub mod model;
 pub mod request;
 pub mod runner;
+pub mod sampler;
 pub mod scheduler;
+pub mod sequence;
+pub mod stats;

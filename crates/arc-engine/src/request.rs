@@ -1,9 +1,11 @@
 //! What a client asks and what it gets back. A request is checked once, here.
 
-use arc_device::ops::sample::SamplerConfig;
+use arc_device::ops::sample::{DryConfig, SamplerConfig};
+use arc_device::step::{MAX_STOP_IDS, MAX_TOP_LOGPROBS};
+
+use crate::grammar::TokenMask;
 
 /// A request as its caller states it, in tokens.
-#[derive(Debug, Clone)]
 pub struct Request {
     /// Prompt token ids; at least one.
     pub prompt: Vec<u32>,
@@ -19,6 +21,39 @@ pub struct Request {
     pub logprobs: Option<u32>,
     /// Report the logprob of every prompt token but the first, with this many alternatives.
     pub prompt_logprobs: Option<u32>,
+    /// Says before every draw which tokens may come next.
+    pub grammar: Option<Box<dyn TokenMask>>,
+}
+
+impl Request {
+    /// A request with nothing asked for beside tokens.
+    pub fn new(prompt: Vec<u32>, sampling: SamplerConfig) -> Self {
+        Request {
+            prompt,
+            max_tokens: None,
+            sampling,
+            stop_ids: Vec::new(),
+            ignore_stop: false,
+            logprobs: None,
+            prompt_logprobs: None,
+            grammar: None,
+        }
+    }
+}
+
+impl std::fmt::Debug for Request {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Request")
+            .field("prompt_tokens", &self.prompt.len())
+            .field("max_tokens", &self.max_tokens)
+            .field("sampling", &self.sampling)
+            .field("stop_ids", &self.stop_ids)
+            .field("ignore_stop", &self.ignore_stop)
+            .field("logprobs", &self.logprobs)
+            .field("prompt_logprobs", &self.prompt_logprobs)
+            .field("grammar", &self.grammar.is_some())
+            .finish()
+    }
 }
 
 /// What the model and the limits allow; a request is checked against it.
@@ -32,6 +67,134 @@ pub struct RequestLimits {
     pub kv_tokens: u32,
     /// `max_tokens` where a request names none, if it fits.
     pub default_max_tokens: u32,
+}
+
+/// A request that passed every check. The only way to the engine.
+#[derive(Debug)]
+pub struct ValidRequest {
+    request: Request,
+    max_out: u32,
+    limits: RequestLimits,
+}
+
+impl ValidRequest {
+    /// Checks a request and settles its output length. Errors: the first field that is wrong.
+    pub fn new(request: Request, limits: &RequestLimits) -> Result<Self, RequestError> {
+        if request.prompt.is_empty() {
+            return Err(RequestError::EmptyPrompt);
+        }
+        ids_in_vocab("prompt", request.prompt.iter().copied(), limits)?;
+        at_most("stop_ids", request.stop_ids.len(), MAX_STOP_IDS)?;
+        ids_in_vocab("stop_ids", request.stop_ids.iter().copied(), limits)?;
+        for (field, asked) in [("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)] {
+            let n = asked.unwrap_or(0);
+            in_range(field, n, n as usize <= MAX_TOP_LOGPROBS, "from 0 to 20")?;
+        }
+        let max_out = output_len(&request, limits)?;
+        check_sampling(&request.sampling, max_out, limits)?;
+        Ok(ValidRequest { request, max_out, limits: *limits })
+    }
+
+    /// The request as it was stated.
+    pub fn request(&self) -> &Request {
+        &self.request
+    }
+
+    /// Tokens it may emit; 0 where it only scores its prompt.
+    pub fn max_out(&self) -> u32 {
+        self.max_out
+    }
+
+    /// Positions that it takes in the KV pool.
+    pub fn total_tokens(&self) -> u32 {
+        self.request.prompt.len() as u32 + self.max_out
+    }
+
+    /// What it was checked against.
+    pub fn limits(&self) -> &RequestLimits {
+        &self.limits
+    }
+
+    /// The request, to be taken apart.
+    pub(crate) fn into_request(self) -> Request {
+        self.request
+    }
+}
+
+/// Every sampler parameter, one line each, by the name that clients know it by. `contains` is false for NaN, so a range
+/// refuses it and the infinities.
+fn check_sampling(s: &SamplerConfig, max_out: u32, limits: &RequestLimits) -> Result<(), RequestError> {
+    let penalty = -2.0..=2.0;
+    in_range("temperature", s.temperature, (0.0..=100.0).contains(&s.temperature), "a number from 0 to 100")?;
+    in_range("top_p", s.top_p, s.top_p > 0.0 && s.top_p <= 1.0, "a number above 0 and at most 1")?;
+    in_range("min_p", s.min_p, (0.0..=1.0).contains(&s.min_p), "a number from 0 to 1")?;
+    in_range("presence_penalty", s.presence, penalty.contains(&s.presence), "a number from -2 to 2")?;
+    in_range("frequency_penalty", s.frequency, penalty.contains(&s.frequency), "a number from -2 to 2")?;
+    let repetition = s.repetition > 0.0 && s.repetition <= 10.0;
+    in_range("repetition_penalty", s.repetition, repetition, "a number above 0 and at most 10")?;
+    in_range("min_tokens", s.min_tokens, s.min_tokens <= max_out, "at most max_tokens")?;
+    check_bias(&s.bias, limits)?;
+    s.dry.as_ref().map_or(Ok(()), |dry| check_dry(dry, limits))
+}
+
+fn check_bias(bias: &[(u32, f32)], limits: &RequestLimits) -> Result<(), RequestError> {
+    ids_in_vocab("logit_bias", bias.iter().map(|&(id, _)| id), limits)?;
+    for &(_, value) in bias {
+        in_range("logit_bias", value, (-100.0..=100.0).contains(&value), "a number from -100 to 100")?;
+    }
+    let mut ids: Vec<u32> = bias.iter().map(|&(id, _)| id).collect();
+    ids.sort_unstable();
+    match ids.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => in_range("logit_bias", format_args!("given twice for token {}", pair[0]), false, "given once"),
+        None => Ok(()),
+    }
+}
+
+fn check_dry(dry: &DryConfig, limits: &RequestLimits) -> Result<(), RequestError> {
+    in_range("dry_multiplier", dry.multiplier, (0.0..=100.0).contains(&dry.multiplier), "a number from 0 to 100")?;
+    in_range("dry_base", dry.base, (1.0..=100.0).contains(&dry.base), "a number from 1 to 100")?;
+    in_range("dry_allowed_length", dry.allowed_length, dry.allowed_length >= 1, "at least 1")?;
+    ids_in_vocab("dry_sequence_breakers", dry.breakers.iter().copied(), limits)
+}
+
+/// What `max_tokens` comes to. Both the context and the KV pool bound prompt and output together.
+fn output_len(request: &Request, limits: &RequestLimits) -> Result<u32, RequestError> {
+    // A prompt longer than u32 is longer than every context; saturating keeps the arithmetic of the message true enough.
+    let prompt = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
+    let room = limits.context.min(limits.kv_tokens);
+    let least = request.max_tokens.unwrap_or(1);
+    let total = u64::from(prompt) + u64::from(least);
+    if total > u64::from(limits.context) {
+        return Err(RequestError::ContextExceeded { prompt, max_tokens: least, context: limits.context });
+    }
+    if total > u64::from(limits.kv_tokens) {
+        return Err(RequestError::KvExceeded { prompt, max_tokens: least, kv_tokens: limits.kv_tokens });
+    }
+    Ok(request.max_tokens.unwrap_or_else(|| (room - prompt).min(limits.default_max_tokens.max(1))))
+}
+
+fn ids_in_vocab(
+    field: &'static str,
+    mut ids: impl Iterator<Item = u32>,
+    limits: &RequestLimits,
+) -> Result<(), RequestError> {
+    match ids.find(|&id| id >= limits.vocab) {
+        Some(id) => Err(RequestError::TokenOutOfRange { field, id, vocab: limits.vocab }),
+        None => Ok(()),
+    }
+}
+
+fn at_most(field: &'static str, n: usize, max: usize) -> Result<(), RequestError> {
+    if n > max { Err(RequestError::TooMany { field, n, max }) } else { Ok(()) }
+}
+
+fn in_range(
+    field: &'static str,
+    value: impl std::fmt::Display,
+    ok: bool,
+    want: &'static str,
+) -> Result<(), RequestError> {
+    if ok { Ok(()) } else { Err(RequestError::OutOfRange { field, value: value.to_string(), want }) }
 }
 
 /// Why a request was refused. Each is a 4xx whose message names the field and what to do.
@@ -51,7 +214,11 @@ pub enum RequestError {
         vocab: u32,
     },
     /// Prompt and output do not fit the context.
-    #[error("prompt has {prompt} tokens and max_tokens is {max_tokens}: {} together, but the context is {context}; shorten the prompt or lower max_tokens", u64::from(*prompt) + u64::from(*max_tokens))]
+    #[error(
+        "prompt has {prompt} tokens and max_tokens is {max_tokens}: {} together, but the context is {context}; \
+         shorten the prompt or lower max_tokens",
+        u64::from(*prompt) + u64::from(*max_tokens)
+    )]
     ContextExceeded {
         /// Prompt tokens.
         prompt: u32,
@@ -59,6 +226,30 @@ pub enum RequestError {
         max_tokens: u32,
         /// The limit.
         context: u32,
+    },
+    /// Prompt and output do not fit the whole KV pool, so the request could never start.
+    #[error(
+        "prompt has {prompt} tokens and max_tokens is {max_tokens}: {} together, but the KV cache holds {kv_tokens}; \
+         shorten the prompt or lower max_tokens",
+        u64::from(*prompt) + u64::from(*max_tokens)
+    )]
+    KvExceeded {
+        /// Prompt tokens.
+        prompt: u32,
+        /// Requested or least output.
+        max_tokens: u32,
+        /// Tokens of the pool.
+        kv_tokens: u32,
+    },
+    /// A list longer than its limit.
+    #[error("{field} has {n} entries; at most {max} are allowed")]
+    TooMany {
+        /// The field.
+        field: &'static str,
+        /// Entries sent.
+        n: usize,
+        /// The limit.
+        max: usize,
     },
     /// A parameter outside its range.
     #[error("{field} is {value}, must be {want}")]
@@ -137,3 +328,6 @@ impl EventSink for std::sync::mpsc::Sender<Event> {
         std::sync::mpsc::Sender::send(self, event).is_ok()
     }
 }
+
+#[cfg(test)]
+mod tests;
