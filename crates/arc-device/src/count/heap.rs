@@ -2,13 +2,16 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+static ALL: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
     // Const and without a destructor: reading it can itself never allocate.
     static ALLOCS: Cell<u64> = const { Cell::new(0) };
 }
 
-/// The system allocator, counting allocations and growths by thread. A test makes it its `#[global_allocator]`.
+/// The system allocator, counting allocations and growths, by thread and in all. A test makes it its `#[global_allocator]`.
 #[derive(Debug)]
 pub struct CountingAlloc;
 
@@ -17,7 +20,13 @@ pub fn allocs_on_this_thread() -> u64 {
     ALLOCS.get()
 }
 
+/// Allocations of all threads; always 0 where [`CountingAlloc`] is not the global allocator.
+pub fn allocs_of_all_threads() -> u64 {
+    ALL.load(Ordering::Relaxed)
+}
+
 fn count() {
+    ALL.fetch_add(1, Ordering::Relaxed);
     // A thread that is ending has no counter any more, and no step to answer for.
     let _ = ALLOCS.try_with(|n| n.set(n.get() + 1));
 }

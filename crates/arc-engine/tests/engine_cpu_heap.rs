@@ -1,0 +1,67 @@
+//! Nothing in the process allocates while the CPU device decodes: engine, stages, sampler and thread team together.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use arc_device::count::heap::{CountingAlloc, allocs_of_all_threads};
+use arc_device::cpu::Cpu;
+use arc_device::ops::sample::SamplerConfig;
+use arc_device::step::Limits;
+use arc_engine::engine::{self, EngineConfig, Shutdown};
+use arc_engine::load::{LoadError, ModelFile};
+use arc_engine::model::{Model, ModelConfig};
+use arc_engine::request::{Event, EventSink, Request};
+use arc_engine::runner::Runner;
+
+#[global_allocator]
+static HEAP: CountingAlloc = CountingAlloc;
+
+/// Notes the count at every token, in memory that it had from the start.
+struct Counts(Arc<Mutex<Vec<u64>>>);
+
+impl EventSink for Counts {
+    fn send(&mut self, event: Event) -> bool {
+        if matches!(event, Event::Token(_)) {
+            let mut counts = self.0.lock().expect("nobody panics with the counts");
+            assert!(counts.len() < counts.capacity());
+            counts.push(allocs_of_all_threads());
+        }
+        true
+    }
+}
+
+/// Allocations from one token of the first request to its next, while four sequences decode.
+fn from_token_to_token(logprobs: Option<u32>) -> Vec<u64> {
+    let limits = Limits { slots: 4, rows: 64, heads: 8, context: 256, blocks: 32, ring: 16 };
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/tiny/llama/model.gguf");
+    let file = ModelFile::open(&path).expect("the fixture opens");
+    let config = ModelConfig::read(&file).expect("the fixture has a configuration");
+    let vocab = config.shape().vocab as u32;
+    let make = move || {
+        let mut dev = Cpu::new(2, limits);
+        let model = Model::load(&mut dev, &file, &config, &limits)?;
+        Ok::<_, LoadError>(Runner::new(dev, model))
+    };
+    let engine = engine::spawn(EngineConfig::default(), limits, vocab, make).expect("the model loads");
+    let counts = Arc::new(Mutex::new(Vec::with_capacity(200)));
+    for i in 0..4 {
+        let sampling = SamplerConfig { top_k: 20, top_p: 0.9, presence: 0.3, seed: i, ..SamplerConfig::default() };
+        let prompt = (0..10).map(|t| t * 3 + i as u32).collect();
+        let request = Request { max_tokens: Some(160), logprobs, ..Request::new(prompt, sampling) };
+        let counts = if i == 0 { counts.clone() } else { Arc::new(Mutex::new(Vec::with_capacity(200))) };
+        engine.submit(request, Box::new(Counts(counts))).expect("a place in the queue");
+    }
+    engine.shutdown(Shutdown::Drain);
+    let counts = counts.lock().expect("nobody panics with the counts");
+    assert_eq!(counts.len(), 160);
+    // All four are admitted within the first steps, and end within the last.
+    counts[40..150].windows(2).map(|w| w[1] - w[0]).collect()
+}
+
+#[test]
+fn a_decode_step_on_the_cpu_allocates_nothing() {
+    let plain = from_token_to_token(None);
+    assert_eq!(plain.iter().sum::<u64>(), 0, "{plain:?}");
+    // The count can fail: alternatives are lists.
+    assert!(from_token_to_token(Some(2)).iter().all(|&n| n >= 4));
+}
