@@ -11,6 +11,7 @@ use crate::error::{DeviceError, Fault, Result};
 use crate::ops::glu::Activation;
 use crate::ops::kv::AttentionConfig;
 use crate::ops::matmul::MatrixSource;
+use crate::ops::sample::SamplerConfig;
 use crate::step::{Landed, Limits, StepClocks, StepDelta, StepKey};
 use crate::{
     Alloc, Buffers, Element, KvLayer, Landing, MemoryClass, MemoryTable, ModelShape, Norm, Ops, QkvConfig, Steps,
@@ -283,6 +284,10 @@ impl Steps for Trace {
 impl Landing for Trace {
     fn stage(&mut self, _delta: &StepDelta) -> Result<()> {
         Ok(())
+    }
+
+    fn can_finish(&self, _sampling: &SamplerConfig) -> bool {
+        true
     }
 
     fn fetch_rows(&mut self, _heads: &[u32]) -> Result<()> {
