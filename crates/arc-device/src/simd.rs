@@ -104,6 +104,20 @@ fn detect() -> Isa {
     Isa::Scalar
 }
 
+/// Asks for the cache lines of `len` bytes from `start` on. Nothing is touched: any address will do.
+#[inline(always)]
+pub(crate) fn prefetch_lines(isa: Isa, start: *const u8, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    if isa != Isa::Scalar {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        for line in (0..len).step_by(64) {
+            // SAFETY: a prefetch cannot fault.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(start.wrapping_add(line).cast()) };
+        }
+    }
+    let _ = (isa, start, len);
+}
+
 /// Compiles a function body for every [`Isa`] and dispatches on [`isa`] at each call.
 ///
 /// The body must be plain Rust; the functions it calls must be `#[inline(always)]`, or they are compiled for the

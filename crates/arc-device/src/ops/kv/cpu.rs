@@ -19,13 +19,15 @@ use crate::cpu::buf::Shared;
 use crate::format::half::{f16_to_f32, f32_to_f16};
 use crate::math::exp;
 use crate::ops::kv::{AttentionConfig, Rope, RopeStyle};
-use crate::simd::{Isa, multiversion, with_isa};
+use crate::simd::{Isa, multiversion, prefetch_lines, with_isa};
 use crate::step::BLOCK_TOKENS;
 
 /// Tiles of one split.
 pub(crate) const SPLIT_TILES: usize = 8;
 /// Queries (rows times heads) that share a tile while it is in L1.
 const MAX_QUERIES: usize = 64;
+/// Queries whose dot products are computed together.
+const QUERY_BLOCK: usize = 4;
 /// The widest head.
 pub(crate) const MAX_HEAD_DIM: usize = 256;
 /// Query heads of one key head.
@@ -290,31 +292,39 @@ unsafe fn split_body(isa: Isa, work: &mut Work, group: Group<'_>, split: usize, 
     let end_tile = (last / BLOCK_TOKENS + 1).min((split + 1) * SPLIT_TILES);
     let Work { part: run, keys, values, .. } = work;
     for tile in first_tile..end_tile {
-        let head = Place { block: group.blocks[tile] as usize, in_block: 0, kv_head: group.kv_head }.head(cfg);
+        let head =
+            |tile: usize| Place { block: group.blocks[tile] as usize, in_block: 0, kv_head: group.kv_head }.head(cfg);
         let len = head_dim * BLOCK_TOKENS;
+        if tile + 1 < end_tile {
+            // The next tile lies in a block of its own, where no hardware looks ahead.
+            let next = head(tile + 1);
+            prefetch_lines(isa, group.k[next..].as_ptr().cast(), 2 * len);
+            prefetch_lines(isa, group.v[next..].as_ptr().cast(), 2 * len);
+        }
+        let head = head(tile);
         widen(isa, &group.k[head..head + len], keys.as_flattened_mut());
         widen(isa, &group.v[head..head + len], values);
         let start = tile * BLOCK_TOKENS;
-        for r in 0..group.rows {
-            let pos = group.pos as usize + r;
-            let from = cfg.first_visible(pos as u32) as usize;
-            if start > pos || start + BLOCK_TOKENS <= from {
-                continue;
-            }
-            let seen = from.saturating_sub(start)..(pos + 1 - start).min(BLOCK_TOKENS);
-            for h in 0..heads {
-                let at = r * cfg.qkv_dim() + (group.kv_head * heads + h) * head_dim;
-                let query = &qkv[at..at + head_dim];
-                let mut s = [0.0f32; BLOCK_TOKENS];
-                for (q, key) in query.iter().zip(keys.iter()) {
-                    for t in 0..BLOCK_TOKENS {
-                        s[t] = q.mul_add(key[t], s[t]);
-                    }
+        let queries = group.rows * heads;
+        let row_head = |q: usize| (q / heads, group.kv_head * heads + q % heads);
+        for block in (0..queries).step_by(QUERY_BLOCK) {
+            // Queries past the last repeat it, so that one loop serves every number of them.
+            let query = |i: usize| {
+                let (r, h) = row_head((block + i).min(queries - 1));
+                &qkv[r * cfg.qkv_dim() + h * head_dim..][..head_dim]
+            };
+            let dots = dot_tile(std::array::from_fn(query), keys);
+            for (i, mut s) in dots.into_iter().enumerate().take(queries - block) {
+                let q = block + i;
+                let pos = group.pos as usize + row_head(q).0;
+                let from = cfg.first_visible(pos as u32) as usize;
+                if start > pos || start + BLOCK_TOKENS <= from {
+                    continue;
                 }
+                let seen = from.saturating_sub(start)..(pos + 1 - start).min(BLOCK_TOKENS);
                 for (t, s) in s.iter_mut().enumerate() {
                     *s = if seen.contains(&t) { *s * cfg.scale } else { f32::NEG_INFINITY };
                 }
-                let q = r * heads + h;
                 let mut top = run.m[q];
                 for s in s {
                     // A NaN score must not be lost: it poisons the row, which the sampler then refuses.
@@ -340,31 +350,51 @@ unsafe fn split_body(isa: Isa, work: &mut Work, group: Group<'_>, split: usize, 
     }
 }
 
-/// `o = o * keep`, then `o[d] = fma(p[t], v[t][d], o[d])`, t ascending; 32 values at a time stay in registers.
+/// Dot products of a few queries with a tile of keys: independent chains, so that they hide each other's latency.
+#[inline(always)]
+fn dot_tile(queries: [&[f32]; QUERY_BLOCK], keys: &[[f32; BLOCK_TOKENS]]) -> [[f32; BLOCK_TOKENS]; QUERY_BLOCK] {
+    let mut s = [[0.0f32; BLOCK_TOKENS]; QUERY_BLOCK];
+    for (d, key) in keys[..queries[0].len()].iter().enumerate() {
+        for i in 0..QUERY_BLOCK {
+            for t in 0..BLOCK_TOKENS {
+                s[i][t] = queries[i][d].mul_add(key[t], s[i][t]);
+            }
+        }
+    }
+    s
+}
+
+/// `o = o * keep`, then `o[d] = fma(p[t], v[t][d], o[d])`, t ascending; up to 64 values at a time stay in registers.
 ///
 /// Only visible positions: the others may hold what a former owner of the block left, and 0 times its NaN is NaN.
 #[inline(always)]
 fn weigh(o: &mut [f32], keep: f32, p: &[f32], values: &[f32]) {
     let head_dim = o.len();
-    let (chunks, rest) = o.as_chunks_mut::<32>();
-    let done = chunks.len() * 32;
-    for (i, o) in chunks.iter_mut().enumerate() {
-        let mut acc = o.map(|o| o * keep);
-        for (t, p) in p.iter().enumerate() {
-            let v = &values[t * head_dim + 32 * i..][..32];
-            for d in 0..32 {
-                acc[d] = p.mul_add(v[d], acc[d]);
-            }
-        }
-        *o = acc;
+    let mut first = 0;
+    while head_dim - first >= 64 {
+        weigh_lanes::<64>(&mut o[first..], keep, p, &values[first..], head_dim);
+        first += 64;
     }
-    for (d, o) in rest.iter_mut().enumerate() {
-        let mut acc = *o * keep;
-        for (t, p) in p.iter().enumerate() {
-            acc = p.mul_add(values[t * head_dim + done + d], acc);
-        }
-        *o = acc;
+    while head_dim - first >= 16 {
+        weigh_lanes::<16>(&mut o[first..], keep, p, &values[first..], head_dim);
+        first += 16;
     }
+    while first < head_dim {
+        weigh_lanes::<1>(&mut o[first..], keep, p, &values[first..], head_dim);
+        first += 1;
+    }
+}
+
+#[inline(always)]
+fn weigh_lanes<const N: usize>(o: &mut [f32], keep: f32, p: &[f32], values: &[f32], head_dim: usize) {
+    let mut acc: [f32; N] = std::array::from_fn(|d| o[d] * keep);
+    for (t, p) in p.iter().enumerate() {
+        let v = &values[t * head_dim..][..N];
+        for d in 0..N {
+            acc[d] = p.mul_add(v[d], acc[d]);
+        }
+    }
+    o[..N].copy_from_slice(&acc);
 }
 
 /// f16 bits to f32.

@@ -20,7 +20,7 @@ use crate::cpu::buf::Aligned;
 use crate::cpu::team::Team;
 use crate::format::half::{bf16_to_f32, e8m0_half_to_f32, f16_to_f32};
 use crate::format::{Coding, Format, Scales};
-use crate::simd::Isa;
+use crate::simd::{Isa, prefetch_lines};
 
 /// Output rows of a tile.
 pub(crate) const TILE: usize = 16;
@@ -294,15 +294,7 @@ const AHEAD: usize = 4096;
 /// Asks for the lines that lie [`AHEAD`] of a unit. Tiles follow each other in memory, and so do a task's units.
 #[inline(always)]
 fn prefetch(isa: Isa, unit: &[u8]) {
-    #[cfg(target_arch = "x86_64")]
-    if isa != Isa::Scalar {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        for line in (0..unit.len()).step_by(64) {
-            // SAFETY: a prefetch touches nothing; past the end of the matrix it is ignored.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(unit.as_ptr().wrapping_add(line + AHEAD).cast()) };
-        }
-    }
-    let _ = (isa, unit);
+    prefetch_lines(isa, unit.as_ptr().wrapping_add(AHEAD), unit.len());
 }
 
 #[inline(always)]
