@@ -2,7 +2,7 @@
 //!
 //! A request's life: [`EngineHandle::submit`] checks and queues it; the engine thread admits it to a slot with all its
 //! KV blocks, runs its prompt in chunks among the decoding rows of others, then one row a step, and sends each token to
-//! the request's sink as it lands. The loop is [`thread`]'s `run`.
+//! the request's sink as it lands. The loop is `run` in `engine/thread.rs`.
 
 mod ends;
 pub mod handle;
