@@ -116,6 +116,8 @@ settings! {
     kv_tokens: Auto = Auto::Auto, Kind::AutoInt(16, 1 << 30);
     Engine: /// Rows of the largest step
     max_rows: u32 = 512, Kind::Int(1, 4096);
+    Engine: /// Rows of a step that go through the output head; auto: twice the slots, at least 8, and 128 for eval
+    heads: Auto = Auto::Auto, Kind::AutoInt(1, 4096);
     Engine: /// Decode steps that the device runs ahead of the host
     burst: u32 = 8, Kind::Int(1, 64);
     Engine: /// Longest step in milliseconds while rows decode; it bounds the prefill chunk that joins them

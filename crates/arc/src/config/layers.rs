@@ -10,8 +10,9 @@ use std::{
 
 use super::{Config, SETTINGS, setting, suggestion};
 
-/// `ARC_*` names that are not settings: the configuration file, the test models, and the build's list of architectures.
-const OTHER_ENV: [&str; 3] = ["ARC_CONFIG", "ARC_TEST_MODELS", "ARC_CUDA_ARCHS"];
+/// `ARC_*` names that are not settings: the configuration file, what tests need, and the build's list of architectures.
+const OTHER_ENV: [&str; 5] =
+    ["ARC_CONFIG", "ARC_CUDA_ARCHS", "ARC_TEST_MODELS", "ARC_TEST_PYTHON", "ARC_UPDATE_GOLDEN"];
 
 /// Largest configuration file in bytes; a real one has a few hundred.
 const FILE_MAX: u64 = 1 << 20;

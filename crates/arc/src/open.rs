@@ -1,0 +1,229 @@
+//! From a model file to a running engine: described first, which reads headers only, then started.
+
+mod tokenizer;
+
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use arc_device::{
+    cpu::Cpu,
+    step::{BLOCK_TOKENS, Limits},
+};
+use arc_engine::{
+    engine::{self, EngineConfig, EngineHandle, SampleOn as EngineSampleOn, Switches},
+    load::{LoadError, ModelFile},
+    model::{Model, ModelConfig, Plan},
+    runner::Runner,
+    scheduler::buckets::Buckets,
+};
+
+use crate::{
+    config::{Config, SampleOn},
+    model_text::ModelText,
+    text::{Tokenizer, TokenizerError},
+};
+
+/// Context where neither the model nor the user wants less.
+const CONTEXT_DEFAULT: usize = 8192;
+
+/// Contexts' worth of KV cache that many slots share, where the user names no number.
+const SHARED_CONTEXTS: usize = 4;
+
+/// Why a model cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// The model file.
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    /// A file beside the model.
+    #[error("cannot read {}: {source}", path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The tokenizer in the model file.
+    #[error("{}: {source}", path.display())]
+    Tokenizer {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        source: TokenizerError,
+    },
+    /// The tokenizer and the weights do not belong together.
+    #[error("{}: the tokenizer has {tokens} tokens, but the model's vocabulary has {vocab}", path.display())]
+    VocabMismatch {
+        /// The file.
+        path: PathBuf,
+        /// Tokens of the tokenizer.
+        tokens: usize,
+        /// Rows of the embedding.
+        vocab: usize,
+    },
+    /// The context that was asked for is more than the model has.
+    #[error("context is {asked}, but the model was made for {model}")]
+    Context {
+        /// The setting.
+        asked: u32,
+        /// The model's.
+        model: usize,
+    },
+    /// The engine did not start.
+    #[error("{0}")]
+    Start(String),
+}
+
+impl OpenError {
+    fn tokenizer(path: &Path, source: TokenizerError) -> OpenError {
+        OpenError::Tokenizer { path: path.to_owned(), source }
+    }
+}
+
+/// What a command needs where the user names nothing.
+#[derive(Debug, Clone, Copy)]
+pub struct Sizes {
+    /// Sequences that run at once.
+    pub slots: u32,
+    /// Rows of a step that go through the output head; `None`: as many as decoding needs.
+    pub heads: Option<u32>,
+}
+
+impl Sizes {
+    /// For this many sequences that answer.
+    pub fn slots(slots: u32) -> Sizes {
+        Sizes { slots, heads: None }
+    }
+}
+
+/// A model whose headers have been read and checked, and of which nothing is loaded.
+pub struct Described {
+    /// The file or folder.
+    pub path: PathBuf,
+    /// Tensors and metadata.
+    pub file: Arc<ModelFile>,
+    /// What the model is.
+    pub config: ModelConfig,
+}
+
+impl Described {
+    /// Reads headers. Errors: what is wrong with them.
+    pub fn read(path: &Path) -> Result<Described, OpenError> {
+        let file = ModelFile::open(path)?;
+        let config = ModelConfig::read(&file)?;
+        Ok(Described { path: path.to_owned(), file: Arc::new(file), config })
+    }
+
+    /// The tokenizer, checked against the vocabulary of the weights.
+    pub fn tokenizer(&self) -> Result<Tokenizer, OpenError> {
+        let tokenizer = tokenizer::read(&self.file)?;
+        let (tokens, vocab) = (tokenizer.n_vocab(), self.config.shape().vocab);
+        // Weights may have rows to spare (a padded vocabulary); a token without a row cannot be.
+        if tokens > vocab {
+            return Err(OpenError::VocabMismatch { path: self.path.clone(), tokens, vocab });
+        }
+        Ok(tokenizer)
+    }
+
+    /// Sizes that the settings and the model come to. `sizes` are the command's own where the user names none.
+    pub fn limits(&self, config: &Config, sizes: Sizes) -> Result<Limits, OpenError> {
+        let model = self.config.context();
+        let context = match config.context.value() {
+            Some(asked) if asked as usize > model => return Err(OpenError::Context { asked, model }),
+            Some(asked) => asked as usize,
+            None => model.min(CONTEXT_DEFAULT),
+        };
+        let slots = config.slots.value().unwrap_or(sizes.slots) as usize;
+        let heads = config.heads.value().or(sizes.heads).map_or_else(|| (2 * slots).max(8), |n| n as usize);
+        let per_context = Limits::blocks_for(context);
+        let blocks = match config.kv_tokens.value() {
+            Some(tokens) => Limits::blocks_for(tokens as usize),
+            None => per_context * slots.min(SHARED_CONTEXTS),
+        };
+        let rows = config.max_rows as usize;
+        Ok(Limits { slots, rows, heads: heads.min(rows), context, blocks, ring: 2 * config.burst as usize + 2 })
+    }
+
+    /// Memory and stages, from headers alone.
+    pub fn plan(&self, config: &Config, sizes: Sizes) -> Result<Plan, OpenError> {
+        let limits = self.limits(config, sizes)?;
+        Ok(Plan::new(&self.file, &self.config, &limits, threads(config), limits.context)?)
+    }
+
+    /// The model's own name, or its file's.
+    pub fn title(&self) -> String {
+        let stem = || self.path.file_stem().map_or_else(String::new, |s| s.to_string_lossy().into_owned());
+        match &*self.file {
+            ModelFile::Gguf(file) => file.metadata().get_str("general.name").map_or_else(|_| stem(), str::to_owned),
+            ModelFile::Safetensors(_) => stem(),
+        }
+    }
+
+    /// The format that holds most bytes of the weights, as `q4_1`.
+    pub fn main_format(&self) -> String {
+        let mut bytes = std::collections::BTreeMap::<&str, usize>::new();
+        for tensor in self.file.weights().tensors() {
+            *bytes.entry(tensor.type_name).or_default() += tensor.range.len();
+        }
+        bytes.into_iter().max_by_key(|(_, n)| *n).map_or_else(String::new, |(name, _)| name.to_lowercase())
+    }
+
+    /// Parameters in all tensors.
+    pub fn parameters(&self) -> u64 {
+        let count = |dims: &[usize]| dims.iter().map(|d| *d as u64).product::<u64>();
+        self.file.weights().tensors().iter().map(|t| count(&t.shape)).sum()
+    }
+}
+
+/// A model that runs.
+pub struct Running {
+    /// The way to the engine.
+    pub engine: EngineHandle,
+    /// Tokenizer and template.
+    pub text: Arc<ModelText>,
+}
+
+/// Loads a described model and starts its engine.
+pub fn start(described: &Described, config: &Config, sizes: Sizes) -> Result<Running, OpenError> {
+    let limits = described.limits(config, sizes)?;
+    let tokenizer = described.tokenizer()?;
+    let vocab = u32::try_from(described.config.shape().vocab).unwrap_or(u32::MAX);
+    let threads = threads(config);
+    let (file, model) = (described.file.clone(), described.config.clone());
+    let make = move || {
+        let mut device = Cpu::new(threads, limits);
+        let model = Model::load(&mut device, &file, &model, &limits)?;
+        Ok::<_, LoadError>(Runner::new(device, model))
+    };
+    let engine =
+        engine::spawn(engine_config(config), limits, vocab, make).map_err(|e| OpenError::Start(e.to_string()))?;
+    let context = u32::try_from(limits.context.min(limits.blocks * BLOCK_TOKENS)).unwrap_or(u32::MAX);
+    Ok(Running { engine, text: Arc::new(ModelText::new(tokenizer, context)) })
+}
+
+fn engine_config(config: &Config) -> EngineConfig {
+    EngineConfig {
+        queue: config.queue as usize,
+        burst: config.burst as usize,
+        mixed_step_ms: config.mixed_step_ms.into(),
+        default_max_tokens: config.default_max_tokens,
+        buckets: Buckets::Exact,
+        switches: Switches {
+            capture: config.capture.is_on(),
+            device_loop: config.device_loop.is_on(),
+            sample_on: match config.sample_on {
+                SampleOn::Device => EngineSampleOn::Device,
+                SampleOn::Host => EngineSampleOn::Host,
+            },
+        },
+        ..EngineConfig::default()
+    }
+}
+
+/// Threads of the CPU team: as set, or one for each core that this process may use.
+pub fn threads(config: &Config) -> usize {
+    let cores = || std::thread::available_parallelism().map_or(1, usize::from);
+    config.threads.value().map_or_else(cores, |n| n as usize)
+}

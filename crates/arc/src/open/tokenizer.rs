@@ -1,0 +1,80 @@
+//! The tokenizer of a model file: from GGUF metadata, or from the JSON files beside safetensors.
+
+use std::{borrow::Cow, fs, io::Read, path::Path};
+
+use arc_engine::load::{
+    ModelFile,
+    gguf::{Metadata, Optional},
+    safetensors::SafetensorsFile,
+};
+
+use super::OpenError;
+use crate::text::{Tokenizer, TokenizerSpec};
+
+/// Largest `tokenizer.json`: the largest that is known has 33 MB.
+const JSON_MAX: u64 = 128 << 20;
+
+/// Reads and checks it. Errors: the file's, with the name of what is missing or wrong.
+pub(super) fn read(file: &ModelFile) -> Result<Tokenizer, OpenError> {
+    match file {
+        ModelFile::Gguf(file) => {
+            let path = file.metadata().path();
+            Tokenizer::from_spec(gguf_spec(file.metadata())?).map_err(|e| OpenError::tokenizer(path, e))
+        }
+        ModelFile::Safetensors(file) => json_tokenizer(file),
+    }
+}
+
+/// The metadata under `tokenizer.` as a specification; see [`TokenizerSpec`] for the defaults.
+fn gguf_spec(metadata: Metadata<'_>) -> Result<TokenizerSpec<'_>, OpenError> {
+    let key = |name: &str| format!("tokenizer.ggml.{name}");
+    let id = |name: &str| metadata.get_u32(&key(name)).optional();
+    let flag = |name: &str, default| Ok::<_, OpenError>(metadata.get_bool(&key(name)).optional()?.unwrap_or(default));
+    let texts = |name: &str| {
+        metadata.get_str_array(&key(name)).map(|array| array.iter().map(Cow::Borrowed).collect::<Vec<_>>())
+    };
+    let model = metadata.get_str(&key("model"))?.to_owned();
+    let is_llama = model == "llama";
+    Ok(TokenizerSpec {
+        pre: metadata.get_str(&key("pre")).optional()?.unwrap_or_default().to_owned(),
+        tokens: texts("tokens")?,
+        scores: metadata.get_f32_array(&key("scores")).optional()?,
+        token_types: metadata.get_i32_array(&key("token_type")).optional()?,
+        merges: texts("merges").optional()?,
+        bos: id("bos_token_id")?,
+        eos: id("eos_token_id")?,
+        eot: id("eot_token_id")?,
+        unk: id("unknown_token_id")?,
+        pad: id("padding_token_id")?,
+        add_bos: flag("add_bos_token", is_llama)?,
+        add_eos: flag("add_eos_token", false)?,
+        add_space_prefix: flag("add_space_prefix", is_llama)?,
+        chat_template: metadata.get_str("tokenizer.chat_template").optional()?.map(str::to_owned),
+        model,
+    })
+}
+
+fn json_tokenizer(file: &SafetensorsFile) -> Result<Tokenizer, OpenError> {
+    let path = file.folder().join("tokenizer.json");
+    let json = read_text(&path)?;
+    let config_path = file.folder().join("tokenizer_config.json");
+    let config = if config_path.exists() { Some(read_text(&config_path)?) } else { None };
+    let mut spec = TokenizerSpec::from_json(&json, config.as_deref()).map_err(|e| OpenError::tokenizer(&path, e))?;
+    // Newer exports keep the template in a file of its own.
+    let template_path = file.folder().join("chat_template.jinja");
+    if spec.chat_template.is_none() && template_path.exists() {
+        spec.chat_template = Some(read_text(&template_path)?);
+    }
+    Tokenizer::from_spec(spec).map_err(|e| OpenError::tokenizer(&path, e))
+}
+
+fn read_text(path: &Path) -> Result<String, OpenError> {
+    let unreadable = |source| OpenError::Unreadable { path: path.to_owned(), source };
+    let mut text = String::new();
+    let file = fs::File::open(path).map_err(unreadable)?;
+    let n = file.take(JSON_MAX + 1).read_to_string(&mut text).map_err(unreadable)?;
+    if n as u64 > JSON_MAX {
+        return Err(unreadable(std::io::Error::other(format!("it is larger than {JSON_MAX} bytes"))));
+    }
+    Ok(text)
+}

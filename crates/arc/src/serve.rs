@@ -1,0 +1,222 @@
+//! The OpenAI-compatible server.
+//!
+//! A handler reads a body under a limit of bytes and of time, turns it into a [`job::Job`] off the async threads, submits
+//! one sequence for each choice, and answers as tokens land. A client that goes away drops its [`run::Run`], which cancels.
+//! Bodies, errors and streams have the shapes that the API's clients know.
+
+pub mod api;
+pub mod backend;
+pub mod error;
+pub mod job;
+pub mod metrics;
+pub mod models;
+pub mod reply;
+pub mod run;
+
+use std::{
+    future::Future,
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use axum::{
+    Json, Router,
+    body::Body,
+    extract::{MatchedPath, Request, State},
+    http::{Method, StatusCode, Uri, header},
+    middleware::{self, Next},
+    response::{IntoResponse, Response},
+    routing::{get, post},
+    serve::ListenerExt,
+};
+use futures_util::StreamExt;
+use serde_json::json;
+use tokio::net::TcpListener;
+
+use crate::model_text::ModelText;
+use backend::Backend;
+use error::ApiError;
+use metrics::Metrics;
+use models::ServedModel;
+
+/// Limits of the HTTP side.
+#[derive(Debug, Clone, Copy)]
+pub struct HttpLimits {
+    /// Largest body in bytes.
+    pub body_bytes: usize,
+    /// Seconds for the body to arrive.
+    pub read_timeout_s: u32,
+    /// Seconds for the whole answer.
+    pub request_timeout_s: u32,
+    /// Most sequences of one request.
+    pub max_choices: usize,
+    /// Seconds that running requests have at the end.
+    pub drain_s: u32,
+}
+
+/// What handlers share.
+pub struct App {
+    /// The engine.
+    pub backend: Arc<dyn Backend>,
+    /// Tokenizer and template.
+    pub text: Arc<ModelText>,
+    /// What `/v1/models` says.
+    pub model: ServedModel,
+    /// Limits.
+    pub http: HttpLimits,
+    /// Counters.
+    pub metrics: Metrics,
+    /// The server takes nothing new.
+    pub draining: AtomicBool,
+}
+
+/// All routes.
+pub fn router(app: Arc<App>) -> Router {
+    Router::new()
+        .route("/v1/chat/completions", post(chat))
+        .route("/v1/completions", post(completions))
+        .route("/v1/models", get(models::list))
+        .route("/v1/models/{*id}", get(models::one))
+        .route("/health", get(health))
+        .route("/metrics", get(metrics_page))
+        .fallback(|uri: Uri| async move { ApiError::no_such_route(uri.path()) })
+        .method_not_allowed_fallback(|method: Method, uri: Uri| async move {
+            ApiError::wrong_method(method.as_str(), uri.path())
+        })
+        .layer(middleware::from_fn_with_state(app.clone(), count))
+        .with_state(app)
+}
+
+/// Serves until `stop` resolves or the engine fails, then lets running requests end for `drain_s` seconds.
+/// Returns what was wrong with the engine, if something was.
+pub async fn serve(
+    listener: TcpListener,
+    app: Arc<App>,
+    stop: impl Future<Output = ()> + Send + 'static,
+) -> io::Result<Option<String>> {
+    // Tokens are small packets that must not wait for each other.
+    let listener = listener.tap_io(|stream| {
+        if let Err(error) = stream.set_nodelay(true) {
+            tracing::debug!(%error, "no TCP_NODELAY");
+        }
+    });
+    let (draining, mut drained) = tokio::sync::watch::channel(false);
+    let watch = {
+        let app = app.clone();
+        async move {
+            tokio::select! {
+                () = stop => {}
+                () = engine_fault(app.backend.clone()) => {}
+            }
+            app.draining.store(true, Ordering::Relaxed);
+            let _ = draining.send(true);
+        }
+    };
+    let served = axum::serve(listener, router(app.clone())).with_graceful_shutdown(watch).into_future();
+    let deadline = async {
+        let _ = drained.wait_for(|d| *d).await;
+        tokio::time::sleep(Duration::from_secs(app.http.drain_s.into())).await;
+    };
+    tokio::select! {
+        result = served => result?,
+        () = deadline => tracing::warn!(drain_s = app.http.drain_s, "requests still ran at the end of the drain; they are dropped"),
+    }
+    Ok(app.backend.fault())
+}
+
+async fn engine_fault(backend: Arc<dyn Backend>) {
+    while backend.fault().is_none() {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+async fn chat(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
+    answer(app, request, job::chat).await
+}
+
+async fn completions(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
+    answer(app, request, job::completion).await
+}
+
+async fn answer(
+    app: Arc<App>,
+    request: Request,
+    prepare: fn(&App, &[u8]) -> Result<job::Job, ApiError>,
+) -> Result<Response, ApiError> {
+    if app.draining.load(Ordering::Relaxed) {
+        return Err(ApiError::unavailable("the server is shutting down"));
+    }
+    let body = read_body(&app.http, request.into_body()).await?;
+    let job = {
+        let app = app.clone();
+        // Parsing and encoding are work in proportion to the body: not for the threads that answer everybody.
+        tokio::task::spawn_blocking(move || prepare(&app, &body))
+            .await
+            .map_err(|e| ApiError::failed(format!("preparing the request failed: {e}")))??
+    };
+    reply::reply(app, job).await
+}
+
+async fn read_body(limits: &HttpLimits, body: Body) -> Result<Vec<u8>, ApiError> {
+    let read = async {
+        let mut bytes = Vec::new();
+        let mut chunks = body.into_data_stream();
+        while let Some(chunk) = chunks.next().await {
+            let chunk = chunk.map_err(|e| ApiError::bad(format!("the body broke off: {e}")))?;
+            if bytes.len() + chunk.len() > limits.body_bytes {
+                return Err(ApiError::too_large(limits.body_bytes));
+            }
+            bytes.extend_from_slice(&chunk);
+        }
+        Ok(bytes)
+    };
+    let timeout = Duration::from_secs(limits.read_timeout_s.into());
+    tokio::time::timeout(timeout, read).await.unwrap_or(Err(ApiError::too_slow(limits.read_timeout_s)))
+}
+
+async fn health(State(app): State<Arc<App>>) -> Response {
+    match (app.backend.fault(), app.draining.load(Ordering::Relaxed)) {
+        (Some(fault), _) => {
+            (StatusCode::SERVICE_UNAVAILABLE, Json(json!({"status": "failed", "error": fault}))).into_response()
+        }
+        (None, true) => (StatusCode::SERVICE_UNAVAILABLE, Json(json!({"status": "draining"}))).into_response(),
+        (None, false) => Json(json!({"status": "ok"})).into_response(),
+    }
+}
+
+async fn metrics_page(State(app): State<Arc<App>>) -> Response {
+    let page = app.metrics.render(&app.backend.stats(), &app.model.name);
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], page).into_response()
+}
+
+/// Counts a request when it is answered, and as in flight until its body has been sent or dropped.
+async fn count(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    struct InFlight(Arc<App>);
+    impl Drop for InFlight {
+        fn drop(&mut self) {
+            self.0.metrics.end();
+        }
+    }
+    app.metrics.begin();
+    let in_flight = InFlight(app.clone());
+    let route = match request.extensions().get::<MatchedPath>().map(MatchedPath::as_str) {
+        Some("/v1/chat/completions") => "/v1/chat/completions",
+        Some("/v1/completions") => "/v1/completions",
+        Some("/health") => "/health",
+        Some("/metrics") => "/metrics",
+        Some(path) if path.starts_with("/v1/models") => "/v1/models",
+        _ => "other",
+    };
+    let response = next.run(request).await;
+    app.metrics.answered(route, response.status().as_u16());
+    let (parts, body) = response.into_parts();
+    let body = body.into_data_stream().map(move |chunk| {
+        let _held = &in_flight;
+        chunk
+    });
+    Response::from_parts(parts, Body::from_stream(body))
+}

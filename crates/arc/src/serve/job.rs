@@ -1,0 +1,323 @@
+//! A request body turned into what the engine runs: one sequence for each prompt and choice.
+
+use arc_device::ops::sample::{DryConfig, SamplerConfig};
+use arc_engine::request::Request;
+
+use super::{
+    App,
+    api::{self, ChatRequest, CompletionRequest, Message, Prompt, Shared, StreamOptions, says_nothing},
+    error::ApiError,
+};
+use crate::{
+    answer::fresh_seed,
+    model_text::{ChatMessage, Role},
+    text::{Special, StopMatcher},
+};
+
+/// Which API the answer is written for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// `/v1/chat/completions`.
+    Chat,
+    /// `/v1/completions`.
+    Completion,
+}
+
+/// Everything that is known before the first token.
+#[derive(Debug)]
+pub struct Job {
+    /// Which API.
+    pub kind: Kind,
+    /// One sequence each, in the order of their index.
+    pub choices: Vec<Choice>,
+    /// Prompts; choice `i` belongs to prompt `i / (choices / n_prompts)`.
+    pub n_prompts: usize,
+    /// Strings that end an answer.
+    pub stops: Vec<String>,
+    /// Ids whose text is not part of an answer; empty where they do not end it.
+    pub stop_ids: Vec<u32>,
+    /// Key of the generator, chosen or asked for.
+    pub seed: u64,
+    /// Send the answer as it comes.
+    pub stream: bool,
+    /// How.
+    pub stream_options: StreamOptions,
+    /// Report logprobs.
+    pub logprobs: bool,
+}
+
+/// One sequence of a job.
+#[derive(Debug)]
+pub struct Choice {
+    /// What the engine gets.
+    pub request: Request,
+    /// The prompt as the answer's beginning, where it was asked for.
+    pub echo: Option<String>,
+}
+
+/// Reads and checks a chat request.
+pub fn chat(app: &App, body: &[u8]) -> Result<Job, ApiError> {
+    let mut request: ChatRequest = api::parse(body)?;
+    let mut shared = request.shared();
+    for (param, value) in [
+        ("tools", &request.tools),
+        ("functions", &request.functions),
+        ("function_call", &request.function_call),
+        ("audio", &request.audio),
+        ("prediction", &request.prediction),
+        ("reasoning_effort", &request.reasoning_effort),
+        ("verbosity", &request.verbosity),
+        ("web_search_options", &request.web_search_options),
+    ] {
+        if !says_nothing(value) {
+            return Err(ApiError::unsupported(param));
+        }
+    }
+    if !says_nothing(&request.tool_choice) && !request.tool_choice.as_ref().is_some_and(|t| t == "none" || t == "auto")
+    {
+        return Err(ApiError::unsupported("tool_choice"));
+    }
+    if request.modalities.as_ref().is_some_and(|m| m.iter().any(|m| m != "text")) {
+        return Err(ApiError::unsupported("modalities"));
+    }
+    let format_is_text = |f: &serde_json::Value| f.get("type").is_some_and(|t| t == "text");
+    if !says_nothing(&request.response_format) && !request.response_format.as_ref().is_some_and(format_is_text) {
+        return Err(ApiError::unsupported("response_format"));
+    }
+    match (shared.max_tokens, request.max_completion_tokens) {
+        (Some(a), Some(b)) if a != b => {
+            let message =
+                format!("max_completion_tokens is {b}, but max_tokens, its older name, is {a}; send one of them");
+            return Err(ApiError::field("max_completion_tokens", message));
+        }
+        (a, b) => shared.max_tokens = b.or(a),
+    }
+    let logprobs = match (request.logprobs.unwrap_or(false), request.top_logprobs) {
+        (true, n) => Some(n.unwrap_or(0)),
+        (false, None | Some(0)) => None,
+        (false, Some(_)) => return Err(ApiError::field("top_logprobs", "top_logprobs needs logprobs to be true")),
+    };
+    let messages = request.messages.ok_or_else(|| ApiError::field("messages", "messages is missing"))?;
+    if messages.is_empty() {
+        return Err(ApiError::field("messages", "messages is empty; send at least one"));
+    }
+    let messages =
+        messages.into_iter().enumerate().map(|(i, m)| chat_message(i, m)).collect::<Result<Vec<ChatMessage>, _>>()?;
+    let common = Common::new(app, shared, logprobs)?;
+    let prompt = app
+        .text
+        .encode_chat(&messages, request.chat_template_kwargs.as_ref())
+        .map_err(|e| ApiError::field("messages", e.to_string()))?;
+    common.job(Kind::Chat, vec![(prompt, None)], None)
+}
+
+fn chat_message(i: usize, m: Message) -> Result<ChatMessage, ApiError> {
+    let at = |field: &str| format!("messages[{i}].{field}");
+    for (field, value) in [
+        ("tool_calls", &m.tool_calls),
+        ("tool_call_id", &m.tool_call_id),
+        ("function_call", &m.function_call),
+        ("audio", &m.audio),
+        ("refusal", &m.refusal),
+        ("annotations", &m.annotations),
+    ] {
+        if !says_nothing(value) {
+            return Err(ApiError::unsupported(&at(field)));
+        }
+    }
+    let role = match m.role.as_str() {
+        "system" | "developer" => Role::System,
+        "user" => Role::User,
+        "assistant" => Role::Assistant,
+        other => {
+            let hint = crate::config::suggestion(other, ["system", "developer", "user", "assistant"]);
+            let other: String = other.chars().take(50).collect();
+            return Err(ApiError::field(at("role"), format!("role {other:?} is not supported{hint}")));
+        }
+    };
+    let content = match m.content {
+        Some(content) if !content.is_null() => api::content_text(content, &at("content"))?,
+        _ if role == Role::Assistant => String::new(),
+        _ => return Err(ApiError::field(at("content"), format!("messages[{i}].content is missing"))),
+    };
+    Ok(ChatMessage::new(role, content))
+}
+
+/// Reads and checks a completion request.
+pub fn completion(app: &App, body: &[u8]) -> Result<Job, ApiError> {
+    let mut request: CompletionRequest = api::parse(body)?;
+    let shared = request.shared();
+    if !says_nothing(&request.suffix) {
+        return Err(ApiError::unsupported("suffix"));
+    }
+    if request.best_of.is_some_and(|best_of| best_of != shared.n.unwrap_or(1)) {
+        return Err(ApiError::field("best_of", "best_of is supported only where it equals n"));
+    }
+    let prompts = api::prompts(request.prompt.ok_or_else(|| ApiError::field("prompt", "prompt is missing"))?)?;
+    if prompts.len() > app.http.max_choices {
+        let message = format!("prompt has {} entries; at most {} are allowed", prompts.len(), app.http.max_choices);
+        return Err(ApiError::field("prompt", message));
+    }
+    let echo = request.echo.unwrap_or(false);
+    let common = Common::new(app, shared, request.logprobs)?;
+    let prompts = prompts
+        .into_iter()
+        .map(|prompt| {
+            let (ids, text) = match prompt {
+                Prompt::Text(text) => {
+                    (app.text.encode_prompt(&text).map_err(|e| ApiError::field("prompt", e.to_string()))?, text)
+                }
+                Prompt::Tokens(ids) => {
+                    let text = if echo { app.text.decode(&ids) } else { String::new() };
+                    (ids, text)
+                }
+            };
+            Ok((ids, echo.then_some(text)))
+        })
+        .collect::<Result<Vec<_>, ApiError>>()?;
+    common.job(Kind::Completion, prompts, request.logprobs.filter(|_| echo))
+}
+
+/// What both kinds say, checked as far as the engine does not check it.
+struct Common {
+    sampling: SamplerConfig,
+    stops: Vec<String>,
+    stop_ids: Vec<u32>,
+    shared: Shared,
+    logprobs: Option<u32>,
+    n: u32,
+    max_choices: usize,
+}
+
+impl Common {
+    fn new(app: &App, mut shared: Shared, logprobs: Option<u32>) -> Result<Common, ApiError> {
+        if let Some(model) = shared.model.as_ref().filter(|m| **m != app.model.name) {
+            let model: String = model.chars().take(100).collect();
+            return Err(ApiError::no_such_model(&model, &app.model.name));
+        }
+        if shared.store == Some(true) {
+            return Err(ApiError::unsupported("store"));
+        }
+        if shared.stream_options.is_some() && shared.stream != Some(true) {
+            return Err(ApiError::field("stream_options", "stream_options needs stream to be true"));
+        }
+        let n = shared.n.unwrap_or(1);
+        if n == 0 || n as usize > app.http.max_choices {
+            return Err(ApiError::field("n", format!("n is {n}, must be from 1 to {}", app.http.max_choices)));
+        }
+        let stops = api::stop_strings(shared.stop.take())?;
+        StopMatcher::check(&stops).map_err(|e| ApiError::field("stop", e))?;
+        let mut stop_ids = app.text.tokenizer().stop_ids().to_vec();
+        let own = shared.stop_token_ids.take().unwrap_or_default();
+        if shared.ignore_eos == Some(true) {
+            stop_ids.clear();
+        }
+        stop_ids.extend(own.into_iter().filter(|id| !app.text.tokenizer().stop_ids().contains(id)));
+        stop_ids.dedup();
+        let sampling = sampling(app, &mut shared)?;
+        Ok(Common { sampling, stops, stop_ids, shared, logprobs, n, max_choices: app.http.max_choices })
+    }
+
+    fn job(
+        self,
+        kind: Kind,
+        prompts: Vec<(Vec<u32>, Option<String>)>,
+        prompt_logprobs: Option<u32>,
+    ) -> Result<Job, ApiError> {
+        let n_prompts = prompts.len();
+        if n_prompts * self.n as usize > self.max_choices {
+            let message = format!("{n_prompts} prompts with n = {} are more than {} choices", self.n, self.max_choices);
+            return Err(ApiError::field("n", message));
+        }
+        let choice = |(ids, echo): &(Vec<u32>, Option<String>), choice: u32| Choice {
+            request: Request {
+                max_tokens: self.shared.max_tokens,
+                stop_ids: self.stop_ids.clone(),
+                logprobs: self.logprobs,
+                prompt_logprobs,
+                ..Request::new(ids.clone(), SamplerConfig { choice, ..self.sampling.clone() })
+            },
+            echo: echo.clone(),
+        };
+        let choices =
+            prompts.iter().flat_map(|p| (0..self.n).map(move |c| (p, c))).map(|(p, c)| choice(p, c)).collect();
+        Ok(Job {
+            kind,
+            choices,
+            n_prompts,
+            stops: self.stops,
+            stop_ids: self.stop_ids,
+            seed: self.sampling.seed,
+            stream: self.shared.stream.unwrap_or(false),
+            stream_options: self.shared.stream_options.unwrap_or_default(),
+            logprobs: self.logprobs.is_some(),
+        })
+    }
+}
+
+/// Sampler parameters. Ranges are the engine's to check, except where a number has no place in [`SamplerConfig`].
+fn sampling(app: &App, shared: &mut Shared) -> Result<SamplerConfig, ApiError> {
+    let absent = SamplerConfig::default();
+    let top_k = shared.top_k.unwrap_or(0);
+    let top_k = if top_k == -1 { Ok(0) } else { u32::try_from(top_k) };
+    let top_k = top_k.map_err(|_| ApiError::field("top_k", "top_k must be -1, 0 or a count of tokens"))?;
+    Ok(SamplerConfig {
+        temperature: shared.temperature.unwrap_or(absent.temperature),
+        top_k,
+        top_p: shared.top_p.unwrap_or(absent.top_p),
+        min_p: shared.min_p.unwrap_or(absent.min_p),
+        presence: shared.presence_penalty.unwrap_or(absent.presence),
+        frequency: shared.frequency_penalty.unwrap_or(absent.frequency),
+        repetition: shared.repetition_penalty.unwrap_or(absent.repetition),
+        min_tokens: shared.min_tokens.unwrap_or(absent.min_tokens),
+        // A negative seed is one of the 2^64 keys too.
+        seed: shared.seed.map_or_else(fresh_seed, |seed| seed as u64),
+        choice: 0,
+        bias: bias(shared)?,
+        dry: dry(app, shared)?,
+    })
+}
+
+fn bias(shared: &mut Shared) -> Result<Vec<(u32, f32)>, ApiError> {
+    let mut bias = Vec::new();
+    for (key, value) in shared.logit_bias.take().unwrap_or_default() {
+        // Only the plain spelling: `01` and `+1` would name an id twice.
+        let id = key.parse::<u32>().ok().filter(|id| id.to_string() == key);
+        let key: String = key.chars().take(50).collect();
+        let id =
+            id.ok_or_else(|| ApiError::field("logit_bias", format!("logit_bias has key {key:?}; keys are token ids")))?;
+        if !(-100.0..=100.0).contains(&value) {
+            let message = format!("logit_bias of token {id} is {value}, must be a number from -100 to 100");
+            return Err(ApiError::field(format!("logit_bias.{id}"), message));
+        }
+        bias.push((id, value));
+    }
+    Ok(bias)
+}
+
+fn dry(app: &App, shared: &mut Shared) -> Result<Option<DryConfig>, ApiError> {
+    let multiplier = shared.dry_multiplier.unwrap_or(0.0);
+    if multiplier == 0.0 {
+        return Ok(None);
+    }
+    let window = match shared.dry_penalty_last_n.unwrap_or(-1) {
+        -1 => u32::MAX,
+        n => u32::try_from(n)
+            .map_err(|_| ApiError::field("dry_penalty_last_n", "dry_penalty_last_n must be -1 or a count of tokens"))?,
+    };
+    let breakers = shared.dry_sequence_breakers.take();
+    let breakers = breakers.unwrap_or_else(|| ["\n", ":", "\"", "*"].map(str::to_owned).to_vec());
+    if breakers.len() > 64 {
+        return Err(ApiError::field("dry_sequence_breakers", "dry_sequence_breakers has more than 64 entries"));
+    }
+    let mut ids: Vec<u32> = breakers.iter().flat_map(|text| app.text.tokenizer().encode(text, Special::Text)).collect();
+    ids.sort_unstable();
+    ids.dedup();
+    Ok(Some(DryConfig {
+        multiplier,
+        base: shared.dry_base.unwrap_or(1.75),
+        allowed_length: shared.dry_allowed_length.unwrap_or(2),
+        window,
+        breakers: ids,
+    }))
+}
