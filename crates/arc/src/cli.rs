@@ -1,17 +1,30 @@
 //! The command line: what can be written, and which file does it.
 
+mod bench;
+mod chat;
+mod eval;
 mod flags;
+mod generate;
+mod inspect;
 mod pull;
+mod run;
+mod serve;
 mod settings;
 mod shell;
 
 use std::{io, path::PathBuf, process::ExitCode};
 
 use anyhow::Result;
-use arc::config::{LogFormat, Resolved, layers::Inputs};
+use arc::{
+    config::{Config, LogFormat, Resolved, layers::Inputs},
+    open::Described,
+};
 use clap::{Parser, Subcommand};
 
-use settings::{AllFlags, GlobalFlags};
+use settings::{AllFlags, EngineFlags, GlobalFlags, ServerFlags};
+
+/// Exit code of an answer that was interrupted: 128 + SIGINT, as shells count.
+const INTERRUPTED: u8 = 130;
 
 /// Runs language models on this machine.
 #[derive(Debug, Parser)]
@@ -28,6 +41,18 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Answer one prompt
+    Run(run::Args),
+    /// Hold a conversation
+    Chat(chat::Args),
+    /// Serve the OpenAI API over HTTP
+    Serve(serve::Args),
+    /// Measure prefill and decode speed
+    Bench(bench::Args),
+    /// Measure how well a model predicts a text
+    Eval(eval::Args),
+    /// Show what is in a model file and what it would take to run it
+    Inspect(inspect::Args),
     /// Bring a model into the cache, or list the models that have names
     Pull(pull::Args),
     /// List every setting: type, value, and where the value came from
@@ -47,7 +72,7 @@ enum Command {
 /// Parses, runs, and turns an error into one sentence and an exit code: 1, or 2 where clap refused the command line.
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
-    match run(cli) {
+    match execute(cli) {
         Ok(code) => code,
         // The reader of our output has gone: nothing is wrong, and nobody to tell.
         Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
@@ -58,18 +83,30 @@ pub fn main() -> ExitCode {
     }
 }
 
-fn run(cli: Cli) -> Result<ExitCode> {
+fn execute(cli: Cli) -> Result<ExitCode> {
     let resolve = |flags: Vec<(String, String)>| -> Result<Resolved> {
         let resolved = Resolved::new(&Inputs::from_process(cli.config.clone(), flags))?;
         start_log(&resolved);
         Ok(resolved)
     };
     match cli.command {
+        Command::Run(args) => run::run(&args, &resolve(args.flags.given())?.config),
+        Command::Chat(args) => chat::run(&args, &resolve(args.flags.given())?.config),
+        Command::Serve(args) => serve::run(&args, &resolve(args.flags.given())?.config),
+        Command::Bench(args) => bench::run(&args, &resolve(args.flags.given())?.config),
+        Command::Eval(args) => eval::run(&args, &resolve(args.given())?.config),
+        Command::Inspect(args) => inspect::run(&args, &resolve(args.flags.given())?.config),
         Command::Pull(args) => pull::run(&args, &resolve(args.flags.given())?.config),
         Command::Flags { flags } => flags::run(&resolve(flags.given())?),
         Command::Completions { shell } => shell::completions(shell),
         Command::Man => shell::man(),
     }
+}
+
+/// The model of that name or path: pulled if it must be, its headers read, nothing loaded.
+fn open_model(model: &str, config: &Config) -> Result<Described> {
+    let path = arc::pull::resolve(model, &pull::options(config))?;
+    Ok(Described::read(&path)?)
 }
 
 fn start_log(resolved: &Resolved) {

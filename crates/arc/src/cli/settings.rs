@@ -86,6 +86,10 @@ macro_rules! flag_set {
 flag_set! {
     /// For commands that run no model.
     GlobalFlags = [Global];
+    /// For commands that run a model.
+    EngineFlags = [Engine, Global];
+    /// For the server.
+    ServerFlags = [Server, Engine, Global];
     /// For every setting.
     AllFlags = [Global, Engine, Server];
 }

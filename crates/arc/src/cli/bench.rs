@@ -1,0 +1,269 @@
+//! `arc bench`: what this machine reaches with a model, through the engine's own front door.
+
+mod bandwidth;
+
+use std::{
+    io::{self, Write},
+    process::ExitCode,
+    sync::mpsc,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, bail};
+use arc::{
+    config::Config,
+    open::{self, Sizes},
+};
+use arc_device::ops::sample::SamplerConfig;
+use arc_engine::{
+    engine::EngineHandle,
+    request::{Event, EventSink, FinishReason, Request},
+};
+use serde_json::{Value, json};
+
+use super::{EngineFlags, open_model};
+
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Name or path of the model
+    model: String,
+    /// Prompt tokens of the prefill measurement; 0 leaves it out
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    pp: u32,
+    /// Tokens generated in the decode measurement; 0 leaves it out
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    tg: u32,
+    /// Sequences side by side
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
+    batch: u32,
+    /// Measured repetitions, after one that is not
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    reps: u32,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    pub flags: EngineFlags,
+}
+
+/// Rates of the repetitions.
+struct Series(Vec<f64>);
+
+impl Series {
+    fn median(&self) -> f64 {
+        let mut sorted = self.0.clone();
+        sorted.sort_by(f64::total_cmp);
+        let mid = sorted.len() / 2;
+        if sorted.len() % 2 == 1 { sorted[mid] } else { (sorted[mid - 1] + sorted[mid]) / 2.0 }
+    }
+
+    fn ends(&self) -> (f64, f64) {
+        self.0.iter().fold((f64::INFINITY, 0.0), |(min, max), x| (x.min(min), x.max(max)))
+    }
+
+    fn json(&self) -> Value {
+        let (min, max) = self.ends();
+        json!({"median": self.median(), "min": min, "max": max, "all": self.0})
+    }
+
+    fn text(&self) -> String {
+        let (min, max) = self.ends();
+        format!("{:8.2} tok/s  ({min:.2} to {max:.2} in {} runs)", self.median(), self.0.len())
+    }
+}
+
+/// One decode run.
+struct Decode {
+    tokens_per_s: f64,
+    bytes_per_step: f64,
+    bytes_per_s: f64,
+}
+
+pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
+    if args.pp == 0 && args.tg == 0 {
+        bail!("nothing to measure: --pp and --tg are both 0");
+    }
+    let model = open_model(&args.model, config)?;
+    // Room for every sequence at once, whatever the defaults for sharing are.
+    let mut sized = config.clone();
+    let longest = (args.pp + 1).max(args.tg + 2);
+    if config.kv_tokens.value().is_none() {
+        sized.kv_tokens = arc::config::Auto::Value((longest.next_multiple_of(32)) * args.batch);
+    }
+    let threads = open::threads(config);
+    let roof = bandwidth::read_bytes_per_s(threads);
+    let running = open::start(&model, &sized, Sizes::slots(args.batch))?;
+    let engine = &running.engine;
+    let vocab = engine.limits().vocab;
+    let (mut prefills, mut decodes) = (Vec::new(), Vec::new());
+    for rep in 0..=args.reps {
+        // Prefill and decode take turns, so that a drift of the machine touches both.
+        let prefill = (args.pp > 0).then(|| prefill(engine, args, vocab, rep)).transpose()?;
+        let decode = (args.tg > 0).then(|| decode(engine, args, vocab, rep)).transpose()?;
+        if rep > 0 {
+            prefills.extend(prefill);
+            decodes.extend(decode);
+        }
+    }
+    let prefill = Series(prefills);
+    let decode = Series(decodes.iter().map(|d| d.tokens_per_s).collect());
+    let bandwidth = Series(decodes.iter().map(|d| d.bytes_per_s).collect());
+    let bytes_per_step = decodes.last().map_or(0.0, |d| d.bytes_per_step);
+    let mut out = io::stdout().lock();
+    if args.json {
+        let mut body = json!({
+            "arc": env!("CARGO_PKG_VERSION"),
+            "model": args.model,
+            "architecture": model.config.arch(),
+            "format": model.main_format(),
+            "cpu": bandwidth::cpu_name(),
+            "threads": threads,
+            "batch": args.batch,
+            "read_bytes_per_s": roof,
+        });
+        if args.pp > 0 {
+            body["prefill"] = json!({"tokens": args.pp, "tokens_per_s": prefill.json()});
+        }
+        if args.tg > 0 {
+            body["decode"] = json!({
+                "tokens": args.tg,
+                "tokens_per_s": decode.json(),
+                "bytes_per_step": bytes_per_step,
+                "bytes_per_s": bandwidth.json(),
+            });
+        }
+        writeln!(out, "{body:#}")?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let plural = if threads == 1 { "" } else { "s" };
+    writeln!(out, "{}, {} on {}, {threads} thread{plural}", args.model, model.main_format(), bandwidth::cpu_name())?;
+    if args.pp > 0 {
+        writeln!(out, "prefill {:>5} x {:<3} {}", args.pp, args.batch, prefill.text())?;
+    }
+    if args.tg > 0 {
+        writeln!(out, "decode  {:>5} x {:<3} {}", args.tg, args.batch, decode.text())?;
+        writeln!(
+            out,
+            "a step reads {:.1} MB: {:.1} GB/s of the {:.1} GB/s that {threads} thread{plural} can read",
+            bytes_per_step / 1e6,
+            bandwidth.median() / 1e9,
+            roof / 1e9
+        )?;
+    } else {
+        writeln!(out, "{threads} thread{plural} can read {:.1} GB/s", roof / 1e9)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prompt tokens a second, from submission to the last first token.
+fn prefill(engine: &EngineHandle, args: &Args, vocab: u32, rep: u32) -> Result<f64> {
+    let start = Instant::now();
+    let ends = run_batch(engine, args.batch, |seq| request(prompt(args.pp, vocab, rep, seq), 1))?;
+    let last = ends.iter().map(|s| s.first).max().unwrap_or(start);
+    Ok(f64::from(args.pp * args.batch) / (last - start).as_secs_f64())
+}
+
+/// Output tokens a second, from when every sequence has its first token to when the first one ends.
+fn decode(engine: &EngineHandle, args: &Args, vocab: u32, rep: u32) -> Result<Decode> {
+    let ends = run_batch(engine, args.batch, |seq| request(prompt(1, vocab, rep, seq), args.tg + 1))?;
+    let begin = ends.iter().map(|s| s.first).max().unwrap_or_else(Instant::now);
+    let end = ends.iter().map(|s| s.last).max().unwrap_or(begin);
+    let tokens = ends.iter().flat_map(|s| &s.tokens).filter(|t| **t > begin).count();
+    let seconds = (end - begin).as_secs_f64();
+    let steps = engine.last_steps(args.tg as usize);
+    let bytes: u64 = steps.iter().map(|s| s.weight_bytes + s.kv_bytes).sum();
+    let bytes_per_step = bytes as f64 / steps.len().max(1) as f64;
+    let n_steps = tokens as f64 / f64::from(args.batch);
+    Ok(Decode {
+        tokens_per_s: tokens as f64 / seconds,
+        bytes_per_step,
+        bytes_per_s: bytes_per_step * n_steps / seconds,
+    })
+}
+
+fn request(prompt: Vec<u32>, max_tokens: u32) -> Request {
+    let sampling = SamplerConfig { temperature: 0.0, ..SamplerConfig::default() };
+    Request { max_tokens: Some(max_tokens), ignore_stop: true, ..Request::new(prompt, sampling) }
+}
+
+/// Token ids that are the same in every run of the program and different in every repetition and sequence.
+fn prompt(len: u32, vocab: u32, rep: u32, seq: u32) -> Vec<u32> {
+    let mut state = (u64::from(rep) << 32 | u64::from(seq)) ^ 0x9E37_79B9_7F4A_7C15;
+    let next = || {
+        // Numerical Recipes' generator; the high bits are good enough to pick tokens.
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((state >> 33) % u64::from(vocab)) as u32
+    };
+    std::iter::repeat_with(next).take(len as usize).collect()
+}
+
+/// When the tokens of a sequence came.
+struct Times {
+    first: Instant,
+    last: Instant,
+    tokens: Vec<Instant>,
+}
+
+/// Notes the time on the engine thread, as soon as there is something to note.
+struct Stopwatch {
+    seq: usize,
+    events: mpsc::Sender<(usize, Instant, Option<FinishReason>, Option<String>)>,
+}
+
+impl EventSink for Stopwatch {
+    fn send(&mut self, event: Event) -> bool {
+        let (reason, error) = match event {
+            Event::Finished(f) => (Some(f.reason), f.error),
+            Event::Token(_) => (None, None),
+            Event::Prompt(_) => return true,
+        };
+        self.events.send((self.seq, Instant::now(), reason, error)).is_ok()
+    }
+}
+
+fn run_batch(engine: &EngineHandle, batch: u32, request: impl Fn(u32) -> Request) -> Result<Vec<Times>> {
+    let (sender, events) = mpsc::channel();
+    for seq in 0..batch {
+        let sink = Stopwatch { seq: seq as usize, events: sender.clone() };
+        engine.submit(request(seq), Box::new(sink))?;
+    }
+    drop(sender);
+    let mut tokens = vec![Vec::new(); batch as usize];
+    for (seq, at, reason, error) in events {
+        match reason {
+            None => tokens[seq].push(at),
+            Some(FinishReason::Length) => {}
+            Some(_) => bail!("{}", error.unwrap_or_else(|| "a sequence ended early".to_owned())),
+        }
+    }
+    // The records of the last step are published just after its events.
+    while engine.stats().running > 0 && engine.fault().is_none() {
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    tokens
+        .into_iter()
+        .map(|tokens| match (tokens.first(), tokens.last()) {
+            (Some(&first), Some(&last)) => Ok(Times { first, last, tokens }),
+            _ => bail!("a sequence ended without a token"),
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn series_tell_their_middle_and_ends() {
+        let series = Series(vec![3.0, 1.0, 2.0]);
+        assert_eq!((series.median(), series.ends()), (2.0, (1.0, 3.0)));
+        assert_eq!(Series(vec![4.0, 1.0]).median(), 2.5);
+    }
+
+    #[test]
+    fn prompts_differ_and_stay_in_the_vocabulary() {
+        let (a, b) = (prompt(100, 50, 1, 0), prompt(100, 50, 1, 1));
+        assert!(a != b && a.iter().all(|id| *id < 50));
+        assert_eq!(a, prompt(100, 50, 1, 0));
+    }
+}

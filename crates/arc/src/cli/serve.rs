@@ -1,0 +1,86 @@
+//! `arc serve`.
+
+use std::{
+    process::ExitCode,
+    sync::{Arc, atomic::AtomicBool},
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use anyhow::{Context, Result, bail};
+use arc::{
+    config::Config,
+    open::{self, Sizes},
+    serve::{App, HttpLimits, metrics::Metrics, models::ServedModel, serve},
+};
+use arc_engine::engine::Shutdown;
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::{ServerFlags, open_model};
+
+/// What fits most users, where this one names nothing.
+pub const SIZES: Sizes = Sizes { slots: 16, heads: None };
+
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Name or path of the model
+    model: String,
+    #[command(flatten)]
+    pub flags: ServerFlags,
+}
+
+pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
+    // The port first: a server that cannot listen need not load anything.
+    let address = std::net::SocketAddr::new(config.host, u16::try_from(config.port).expect("the range ends at 65535"));
+    let listener = std::net::TcpListener::bind(address).with_context(|| format!("cannot listen on {address}"))?;
+    listener.set_nonblocking(true).context("cannot listen")?;
+    let model = open_model(&args.model, config)?;
+    let running = open::start(&model, config, SIZES)?;
+    let engine = running.engine.clone();
+    let app = Arc::new(App {
+        backend: Arc::new(running.engine),
+        text: running.text,
+        model: ServedModel {
+            name: if config.served_name == "auto" { args.model.clone() } else { config.served_name.clone() },
+            title: model.title(),
+            created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
+            quantization: model.main_format(),
+            parameters: model.parameters(),
+        },
+        http: HttpLimits {
+            body_bytes: config.body_limit_kib as usize * 1024,
+            read_timeout_s: config.read_timeout_s,
+            request_timeout_s: config.request_timeout_s,
+            max_choices: config.max_choices as usize,
+            drain_s: config.drain_s,
+        },
+        metrics: Metrics::default(),
+        draining: AtomicBool::new(false),
+    });
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        // Few: they only carry bytes, and every core is wanted by the model.
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .context("cannot start the async runtime")?;
+    let fault = runtime.block_on(async {
+        let listener = tokio::net::TcpListener::from_std(listener).context("cannot listen")?;
+        eprintln!("{} is served on http://{}", app.model.name, listener.local_addr()?);
+        let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+        let stop = async move {
+            let name = tokio::select! { _ = term.recv() => "SIGTERM", _ = int.recv() => "SIGINT" };
+            eprintln!("{name}: running requests may end; the same again ends at once");
+            tokio::spawn(async move {
+                tokio::select! { _ = term.recv() => {} , _ = int.recv() => {} }
+                std::process::exit(super::INTERRUPTED.into());
+            });
+        };
+        anyhow::Ok(serve(listener, app, stop).await?)
+    })?;
+    // Before the runtime, whose threads may still hold streams that nobody will read to their end.
+    runtime.shutdown_background();
+    engine.shutdown(Shutdown::Stop);
+    match fault {
+        Some(fault) => bail!("the engine failed: {fault}"),
+        None => Ok(ExitCode::SUCCESS),
+    }
+}

@@ -1,0 +1,107 @@
+//! The real binary serving a real model on a loopback port.
+
+mod common;
+
+use std::{
+    io::{BufRead, BufReader, Read},
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use common::{SMOLLM2, Server, model, python};
+
+/// A request that runs until somebody stops it.
+const ENDLESS: &str = r#"{"prompt": "1 2 3", "max_tokens": 4000, "ignore_eos": true, "stream": true}"#;
+
+#[test]
+fn the_openai_client_is_content() {
+    let server = Server::start(&model(SMOLLM2), &["--context", "4096"]);
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/python/openai_client.py");
+    let output = Command::new(python()).arg(script).arg(format!("http://{}", server.address)).output();
+    let output = output.expect("python is installed");
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{out}\n{err}\n(install the openai package, or name a Python in ARC_TEST_PYTHON)");
+    let n: u32 = out.trim().strip_suffix(" checks passed").and_then(|n| n.parse().ok()).expect("a count");
+    assert!(n >= 90, "only {n} checks ran");
+    assert_eq!(server.metric("arc_requests_running"), 0.0);
+}
+
+#[test]
+fn a_client_that_leaves_frees_its_slot() {
+    let server = Server::start(&model(SMOLLM2), &["--slots", "1", "--context", "4096"]);
+    let mut lines = BufReader::new(server.send("POST", "/v1/completions", ENDLESS)).lines();
+    assert!(lines.any(|l| l.expect("the stream lives").starts_with("data: ")), "tokens arrive");
+    server.wait_for("arc_requests_running", |n| n == 1.0);
+    drop(lines);
+    server.wait_for("arc_requests_running", |n| n == 0.0);
+
+    // The same before the first token, where nothing is written that could fail: the request is not streamed.
+    let stream = server.send("POST", "/v1/completions", &ENDLESS.replace("\"stream\": true", "\"stream\": false"));
+    server.wait_for("arc_requests_running", |n| n == 1.0);
+    drop(stream);
+    server.wait_for("arc_requests_running", |n| n == 0.0);
+    server.wait_for("arc_http_requests_in_flight", |n| n == 1.0);
+    let (_, page) = server.request("GET", "/metrics", "");
+    assert!(page.contains("arc_requests_finished_total{reason=\"cancelled\"} 2\n"), "{page}");
+}
+
+#[test]
+fn a_full_server_says_when_to_come_back() {
+    let server = Server::start(&model(SMOLLM2), &["--slots", "1", "--queue", "1", "--context", "4096"]);
+    let running = server.send("POST", "/v1/completions", ENDLESS);
+    server.wait_for("arc_requests_running", |n| n == 1.0);
+    let waiting = server.send("POST", "/v1/completions", ENDLESS);
+    server.wait_for("arc_requests_waiting", |n| n == 1.0);
+    let mut answer = String::new();
+    let mut refused = server.send("POST", "/v1/completions", ENDLESS);
+    refused.read_to_string(&mut answer).expect("the server answers");
+    assert!(answer.starts_with("HTTP/1.1 429 "), "{answer}");
+    assert!(answer.to_lowercase().contains("retry-after: "), "{answer}");
+    assert!(answer.contains("rate_limit_error"), "{answer}");
+    drop((running, waiting));
+    server.wait_for("arc_requests_running", |n| n == 0.0);
+    assert_eq!(server.request("POST", "/v1/completions", r#"{"prompt": "a", "max_tokens": 1}"#).0, 200);
+}
+
+#[test]
+fn the_end_is_awaited_and_then_enforced() {
+    // Enough time: the running request ends by itself, and nothing new is taken.
+    let mut server = Server::start(&model(SMOLLM2), &["--context", "4096"]);
+    let body = r#"{"prompt": "1 2 3", "max_tokens": 48, "ignore_eos": true, "stream": true}"#;
+    let mut lines = BufReader::new(server.send("POST", "/v1/completions", body)).lines();
+    assert!(lines.any(|l| l.expect("the stream lives").starts_with("data: ")), "tokens arrive");
+    server.signal("TERM");
+    let rest: Vec<String> = lines.map(|l| l.expect("the stream is not cut")).collect();
+    assert!(rest.iter().any(|l| l == "data: [DONE]"), "{rest:?}");
+    assert!(server.child.wait().expect("it was started").success());
+
+    // No time: the running request is dropped.
+    let mut server = Server::start(&model(SMOLLM2), &["--context", "4096", "--drain-s", "0"]);
+    let _stream = server.send("POST", "/v1/completions", ENDLESS);
+    server.wait_for("arc_requests_running", |n| n == 1.0);
+    let start = Instant::now();
+    server.signal("INT");
+    assert!(server.child.wait().expect("it was started").success());
+    assert!(start.elapsed() < Duration::from_secs(10));
+}
+
+#[test]
+fn time_limits_end_requests() {
+    let server =
+        Server::start(&model(SMOLLM2), &["--request-timeout-s", "1", "--read-timeout-s", "1", "--context", "4096"]);
+    let (status, body) = server.request("POST", "/v1/completions", ENDLESS);
+    assert_eq!(status, 200, "a stream has begun before its time is up");
+    assert!(body.contains("\"code\":\"timeout\"") && body.contains("took longer than 1 s"), "{body}");
+    assert!(!body.contains("[DONE]"));
+    let whole = ENDLESS.replace("\"stream\": true", "\"stream\": false");
+    assert_eq!(server.request("POST", "/v1/completions", &whole).0, 504);
+    server.wait_for("arc_requests_running", |n| n == 0.0);
+    // A body that never comes.
+    use std::io::Write;
+    let mut stream = std::net::TcpStream::connect(&server.address).expect("the server listens");
+    let head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 100\r\n\r\n{";
+    stream.write_all(head.as_bytes()).expect("the server reads");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("the server answers");
+    assert!(answer.starts_with("HTTP/1.1 408 "), "{answer}");
+}
