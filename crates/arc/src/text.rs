@@ -1,6 +1,7 @@
 //! Text in, token ids out, and back: the only part of Arc that knows characters.
 //!
-//! * [`TokenizerSpec`] is what a model file says about its tokenizer; [`Tokenizer`] is that, checked and indexed.
+//! * [`TokenizerSpec`] is what a model file, GGUF or `tokenizer.json`, says about its tokenizer; [`Tokenizer`] is that,
+//!   checked and indexed.
 //! * [`Detokenizer`] turns a stream of ids into text that is always valid UTF-8 and never held back longer than needed.
 //! * [`StopMatcher`] ends that text at the first stop string, wherever token borders fall.
 //! * [`ChatTemplate`] turns a conversation into ids, keeping apart what a user typed and what the template wrote.
@@ -15,6 +16,7 @@
 
 mod bpe;
 mod detokenize;
+mod gguf;
 mod json;
 mod marks;
 mod python;

@@ -8,8 +8,6 @@
 mod bad_input;
 #[path = "text/chat.rs"]
 mod chat;
-#[path = "text/gguf.rs"]
-mod gguf;
 #[path = "text/golden.rs"]
 mod golden;
 #[path = "text/stream.rs"]

@@ -1,12 +1,8 @@
 //! The tokenizer of a model file: from GGUF metadata, or from the JSON files beside safetensors.
 
-use std::{borrow::Cow, fs, io::Read, path::Path};
+use std::{fs, io::Read, path::Path};
 
-use arc_engine::load::{
-    ModelFile,
-    gguf::{Metadata, Optional},
-    safetensors::SafetensorsFile,
-};
+use arc_engine::load::{ModelFile, safetensors::SafetensorsFile};
 
 use super::OpenError;
 use crate::text::{Tokenizer, TokenizerSpec};
@@ -19,39 +15,11 @@ pub(super) fn read(file: &ModelFile) -> Result<Tokenizer, OpenError> {
     match file {
         ModelFile::Gguf(file) => {
             let path = file.metadata().path();
-            Tokenizer::from_spec(gguf_spec(file.metadata())?).map_err(|e| OpenError::tokenizer(path, e))
+            let spec = TokenizerSpec::from_gguf(file.metadata())?;
+            Tokenizer::from_spec(spec).map_err(|e| OpenError::tokenizer(path, e))
         }
         ModelFile::Safetensors(file) => json_tokenizer(file),
     }
-}
-
-/// The metadata under `tokenizer.` as a specification; see [`TokenizerSpec`] for the defaults.
-fn gguf_spec(metadata: Metadata<'_>) -> Result<TokenizerSpec<'_>, OpenError> {
-    let key = |name: &str| format!("tokenizer.ggml.{name}");
-    let id = |name: &str| metadata.get_u32(&key(name)).optional();
-    let flag = |name: &str, default| Ok::<_, OpenError>(metadata.get_bool(&key(name)).optional()?.unwrap_or(default));
-    let texts = |name: &str| {
-        metadata.get_str_array(&key(name)).map(|array| array.iter().map(Cow::Borrowed).collect::<Vec<_>>())
-    };
-    let model = metadata.get_str(&key("model"))?.to_owned();
-    let is_llama = model == "llama";
-    Ok(TokenizerSpec {
-        pre: metadata.get_str(&key("pre")).optional()?.unwrap_or_default().to_owned(),
-        tokens: texts("tokens")?,
-        scores: metadata.get_f32_array(&key("scores")).optional()?,
-        token_types: metadata.get_i32_array(&key("token_type")).optional()?,
-        merges: texts("merges").optional()?,
-        bos: id("bos_token_id")?,
-        eos: id("eos_token_id")?,
-        eot: id("eot_token_id")?,
-        unk: id("unknown_token_id")?,
-        pad: id("padding_token_id")?,
-        add_bos: flag("add_bos_token", is_llama)?,
-        add_eos: flag("add_eos_token", false)?,
-        add_space_prefix: flag("add_space_prefix", is_llama)?,
-        chat_template: metadata.get_str("tokenizer.chat_template").optional()?.map(str::to_owned),
-        model,
-    })
 }
 
 fn json_tokenizer(file: &SafetensorsFile) -> Result<Tokenizer, OpenError> {

@@ -26,10 +26,6 @@ pub mod token_type {
 }
 
 /// A tokenizer as a model file describes it. Borrows from the file where it can.
-///
-/// From GGUF, each field is the metadata key of the same name under `tokenizer.ggml.` (`merges`, `scores`,
-/// `token_type`, `bos_token_id`, ...), except `chat_template`, which is `tokenizer.chat_template`. A boolean that the
-/// file leaves out is `false`, except `add_space_prefix` and `add_bos` of the model `llama`, which are `true`.
 #[derive(Debug, Clone, Default)]
 pub struct TokenizerSpec<'a> {
     /// Algorithm: one of [`KNOWN_MODELS`].

@@ -1,29 +1,48 @@
 //! Token ids equal those of the reference tokenizers, in both readings of control tokens.
 
 use std::fs;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use arc::text::{Control, Detokenizer, Special, Tokenizer, TokenizerSpec};
+use arc_engine::load::gguf::GgufFile;
 use serde_json::Value;
-
-use crate::gguf;
 
 pub fn golden_json(name: &str) -> Value {
     let path = format!("{}/tests/golden/text/{name}.json", env!("CARGO_MANIFEST_DIR"));
     serde_json::from_str(&fs::read_to_string(path).expect("committed goldens")).expect("JSON")
 }
 
+/// A file among the test models. Fails with the way to get it when it is absent.
+pub fn model_path(name: &str) -> PathBuf {
+    let folder = std::env::var_os("ARC_TEST_MODELS").map(PathBuf::from);
+    let folder = folder.or_else(|| Some(std::env::home_dir()?.join(".cache/arc/models"))).expect("a home folder");
+    let path = folder.join(name);
+    let fetch =
+        "set ARC_TEST_MODELS to the folder of test models; tests/reference/fetch_tokenizers.sh fetches tokenizers";
+    assert!(path.exists(), "{} is missing: {fetch}", path.display());
+    path
+}
+
 /// The tokenizer from `tokenizer.json` in the folder `name` of the test models.
 pub fn from_json(name: &str) -> Tokenizer {
-    let read = |file: &str| fs::read_to_string(gguf::model_path(&format!("{name}/{file}"))).expect("readable");
+    let read = |file: &str| fs::read_to_string(model_path(&format!("{name}/{file}"))).expect("readable");
     let (tokenizer, config) = (read("tokenizer.json"), read("tokenizer_config.json"));
     let spec = TokenizerSpec::from_json(&tokenizer, Some(&config)).expect("a known tokenizer.json");
     Tokenizer::from_spec(spec).expect("a sound tokenizer.json")
 }
 
+/// The tokenizer of a GGUF file among the test models, with a change.
+fn from_gguf_with(file: &str, change: impl FnOnce(&mut TokenizerSpec)) -> Tokenizer {
+    let file = GgufFile::open(&model_path(file)).expect("a sound GGUF file");
+    let mut spec = TokenizerSpec::from_gguf(file.metadata()).expect("a tokenizer in it");
+    change(&mut spec);
+    Tokenizer::from_spec(spec).expect("a sound tokenizer")
+}
+
 /// The tokenizer of a GGUF file among the test models.
 pub fn from_gguf(file: &str) -> Tokenizer {
-    Tokenizer::from_spec(gguf::spec(&gguf::model_path(file))).expect("a sound GGUF tokenizer")
+    from_gguf_with(file, |_| {})
 }
 
 pub const SMOLLM2: &str = "smollm2-135m-instruct-q4_1.gguf";
@@ -146,9 +165,8 @@ fn gemma3_from_gguf() {
 
 #[test]
 fn sentencepiece_with_space_prefix() {
-    let mut spec = gguf::spec(&gguf::model_path(GEMMA3));
-    spec.add_space_prefix = true;
-    assert!(check("gemma3-prefix", &Tokenizer::from_spec(spec).expect("sound")) > 3_500);
+    let tokenizer = from_gguf_with(GEMMA3, |spec| spec.add_space_prefix = true);
+    assert!(check("gemma3-prefix", &tokenizer) > 3_500);
 }
 
 /// Decoding gives back every text of the corpus but for what the tokenizer itself replaces.
