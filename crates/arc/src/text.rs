@@ -25,6 +25,8 @@ mod special;
 mod split;
 mod stop;
 mod template;
+#[doc(hidden)]
+pub mod testing;
 mod tokenizer;
 mod vocab;
 

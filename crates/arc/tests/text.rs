@@ -8,6 +8,8 @@
 mod bad_input;
 #[path = "text/chat.rs"]
 mod chat;
+#[path = "text/damage.rs"]
+mod damage;
 #[path = "text/golden.rs"]
 mod golden;
 #[path = "text/stream.rs"]

@@ -6,10 +6,11 @@ use arc::text::{Control, Detokenizer, Special, StopMatcher, Tokenizer, Tokenizer
 
 use crate::golden::{SMOLLM2, from_gguf};
 
-struct Random(u64);
+/// A 64-bit linear congruential generator.
+pub struct Random(pub u64);
 
 impl Random {
-    fn below(&mut self, n: usize) -> usize {
+    pub fn below(&mut self, n: usize) -> usize {
         self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         ((self.0 >> 33) % n as u64) as usize
     }
