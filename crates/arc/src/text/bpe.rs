@@ -8,19 +8,22 @@ use std::collections::BinaryHeap;
 
 /// Id of a symbol that no token spells yet.
 pub(super) const NO_ID: u32 = u32::MAX;
-const NONE: usize = usize::MAX;
+/// Most bytes of a text that is merged as a whole: positions are `u32`, which halves the memory of a long word.
+pub(super) const MAX_SEGMENT: usize = 1 << 30;
+/// No neighbour.
+const NONE: u32 = u32::MAX;
 
 /// A piece of the text under construction.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Symbol {
     /// First byte in the text.
-    pub start: usize,
+    pub start: u32,
     /// End (exclusive) in the text.
-    pub end: usize,
+    pub end: u32,
     /// Token, or [`NO_ID`].
     pub id: u32,
-    prev: usize,
-    next: usize,
+    prev: u32,
+    next: u32,
 }
 
 /// A possible merge: lower ranks go first; `id` is the token that results.
@@ -36,7 +39,7 @@ pub(super) struct Merge {
 #[derive(Default)]
 pub(super) struct Merger {
     symbols: Vec<Symbol>,
-    heap: BinaryHeap<Reverse<(u32, usize, u32)>>,
+    heap: BinaryHeap<Reverse<(u32, u32, u32)>>,
 }
 
 impl Merger {
@@ -44,13 +47,13 @@ impl Merger {
         self.symbols.clear();
     }
 
-    /// Appends a symbol that covers `start..end` of the text.
+    /// Appends a symbol that covers `start..end` of the text, which is shorter than [`MAX_SEGMENT`].
     pub(super) fn push(&mut self, start: usize, end: usize, id: u32) {
-        let at = self.symbols.len();
+        let at = self.symbols.len() as u32;
         if let Some(last) = self.symbols.last_mut() {
             last.next = at;
         }
-        self.symbols.push(Symbol { start, end, id, prev: at.wrapping_sub(1), next: NONE });
+        self.symbols.push(Symbol { start: start as u32, end: end as u32, id, prev: at.wrapping_sub(1), next: NONE });
     }
 
     /// Merges until `pair` offers nothing more, then hands the remaining symbols to `emit` from left to right.
@@ -59,35 +62,36 @@ impl Merger {
         heap.clear();
         for (at, two) in symbols.windows(2).enumerate() {
             if let Some(merge) = pair(&two[0], &two[1]) {
-                heap.push(Reverse((merge.rank, at, merge.id)));
+                heap.push(Reverse((merge.rank, at as u32, merge.id)));
             }
         }
         while let Some(Reverse((_, at, id))) = heap.pop() {
             // A symbol that was merged away has no end; one that has changed offers another token.
-            let (left, right_at) = (symbols[at], symbols[at].next);
+            let left = symbols[at as usize];
+            let right_at = left.next;
             if left.end == 0 || right_at == NONE {
                 continue;
             }
-            let right = symbols[right_at];
+            let right = symbols[right_at as usize];
             if pair(&left, &right).is_none_or(|now| now.id != id) {
                 continue;
             }
-            symbols[at] = Symbol { end: right.end, id, next: right.next, ..left };
-            symbols[right_at].end = 0;
+            symbols[at as usize] = Symbol { end: right.end, id, next: right.next, ..left };
+            symbols[right_at as usize].end = 0;
             if right.next != NONE {
-                symbols[right.next].prev = at;
+                symbols[right.next as usize].prev = at;
             }
             for (l, r) in [(left.prev, at), (at, right.next)] {
                 if l != NONE
                     && r != NONE
-                    && let Some(merge) = pair(&symbols[l], &symbols[r])
+                    && let Some(merge) = pair(&symbols[l as usize], &symbols[r as usize])
                 {
                     heap.push(Reverse((merge.rank, l, merge.id)));
                 }
             }
         }
         let mut at = 0;
-        while let Some(symbol) = symbols.get(at) {
+        while let Some(symbol) = symbols.get(at as usize) {
             emit(symbol);
             at = symbol.next;
         }

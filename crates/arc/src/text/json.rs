@@ -130,10 +130,13 @@ impl<'a> TokenizerSpec<'a> {
         let config: Config = config.map(serde_json::from_str).transpose()?.unwrap_or_default();
         let (model, pre) = algorithm(&file)?;
 
+        // A few ids may be missing; a file of two tokens must not make a vocabulary of millions.
+        let n_entries = file.model.vocab.0.len() + file.added_tokens.len();
+        let end = MAX_TOKENS.min(2 * n_entries + 1024);
         let (mut tokens, mut types) = (Vec::new(), Vec::new());
         let mut place = |id: u32, text: Cow<'a, str>, kind: i32| {
             let at = id as usize;
-            if at >= MAX_TOKENS {
+            if at >= end {
                 return Err(unsupported("token id", id));
             }
             if at >= tokens.len() {

@@ -160,6 +160,12 @@ pub enum TokenizerError {
         /// Longest accepted.
         max: usize,
     },
+    /// All control and added tokens together are too long.
+    #[error("control and added tokens have more than {max} bytes in total")]
+    AddedTotal {
+        /// Most bytes accepted.
+        max: usize,
+    },
     /// Added tokens could not be indexed.
     #[error("added tokens cannot be indexed: {0}")]
     Index(#[from] aho_corasick::BuildError),

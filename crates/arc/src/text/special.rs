@@ -7,6 +7,9 @@ use aho_corasick::{AhoCorasick, AhoCorasickKind, BuildError, Input, MatchKind};
 /// Longest text of an added token, so that skipping a look-alike costs a bounded amount.
 pub(super) const MAX_ADDED_BYTES: usize = 256;
 
+/// Most bytes of all added tokens: what an index takes is some hundred times that. Gemma 3 has 90 kB.
+pub(super) const MAX_ADDED_TOTAL: usize = 512 << 10;
+
 /// Index over the tokens that are matched as a whole: leftmost first, longest among those.
 pub(super) struct AddedTokens {
     /// Every control and added token.

@@ -21,7 +21,7 @@ fn spec() -> TokenizerSpec<'static> {
 fn every_lie_is_named() {
     assert_eq!(Tokenizer::from_spec(spec()).expect("sound").encode("ab<s>ba", Special::Parse), [2, 3, 1, 0]);
     type Change = fn(&mut TokenizerSpec<'static>);
-    let cases: [(&str, Change); 24] = [
+    let cases: [(&str, Change); 25] = [
         ("unknown tokenizer model `bert`; known: gpt2, llama", |s| s.model = "bert".into()),
         ("unknown tokenizer model ``", |s| s.model = String::new()),
         ("unknown pre-tokenizer `qwen3`; known: smollm, llama-bpe, qwen2, joyai-llm", |s| s.pre = "qwen3".into()),
@@ -51,6 +51,9 @@ fn every_lie_is_named() {
         ("eos token id 4294967295 is outside", |s| s.eos = Some(u32::MAX)),
         ("eot token id 99 is outside", |s| s.eot = Some(99)),
         ("unknown token id 99 is outside", |s| s.unk = Some(99)),
+        ("control and added tokens have more than 524288 bytes", |s| {
+            (s.tokens, s.token_types) = (vec!["x".repeat(200).into(); 3_000], Some(vec![4; 3_000]));
+        }),
         ("added token 3 has 300 bytes; 1 to 256 are supported", |s| s.tokens[3] = "x".repeat(300).into()),
     ];
     for (expected, change) in cases {
@@ -98,6 +101,7 @@ fn json_that_is_not_ours_is_refused() {
     );
     let added = |fields: &str| bpe(&format!("{bytes},\"added_tokens\":[{{\"id\":{fields}}}]"));
     assert!(read(&added("0,\"content\":\"b\"")).contains("two tokens with id 0"));
+    assert!(read(&added("4000000,\"content\":\"b\"")).contains("token id 4000000"));
     assert!(read(&added("4000000000,\"content\":\"b\"")).contains("token id 4000000000"));
     assert!(read(&added("1,\"content\":\"b\",\"lstrip\":true")).contains("lstrip"));
     let merges = |merges: &str| format!("{{\"model\":{{\"vocab\":{{}},\"merges\":[{merges}]}}}}");
