@@ -2,13 +2,15 @@
 
 use super::Cpu;
 use super::buf::{Aligned, Shared};
+use super::team::{Scratch, Team};
 use crate::error::{DeviceError, Result};
+use crate::math::tanh;
 use crate::ops::glu::Activation;
 use crate::ops::kv::AttentionConfig;
 use crate::ops::kv::cpu::{
     Group, MAX_GROUP, MAX_HEAD_DIM, Place, append, attend, attend_split, merge, partial_len, rotate,
 };
-use crate::ops::matmul::cpu::{decode_row, matmul, matmul_pairs, store};
+use crate::ops::matmul::cpu::{Activations, decode_row, matmul, matmul_pairs, store};
 use crate::ops::matmul::pack::PackedMatrix;
 use crate::ops::norm::{rms_norm, rms_norm_in_place};
 use crate::step::BLOCK_TOKENS;
@@ -22,6 +24,38 @@ impl Cpu {
         self.counters.launches += 1;
         self.counters.weight_bytes += w.bytes() as u64;
     }
+}
+
+/// The inputs of a product: the norms of the rows of `x` that `row_of` names.
+fn fill_normed(
+    team: &mut Team,
+    acts: &mut Activations,
+    w: &PackedMatrix,
+    x: &[f32],
+    norm: Norm<'_, Cpu>,
+    rows: usize,
+    row_of: &(dyn Fn(usize) -> usize + Sync),
+) {
+    let cols = w.cols;
+    acts.fill(team, w, rows, &|r, row| {
+        let r = row_of(r);
+        rms_norm(row, &x[r * cols..(r + 1) * cols], norm.weight, norm.eps);
+    });
+}
+
+/// `put(n, out[r, n], product)` for every output of every row: `out` is `[rows, w.rows]`.
+fn product(
+    team: &mut Team,
+    acts: &Activations,
+    w: &PackedMatrix,
+    out: Shared<'_, f32>,
+    rows: usize,
+    put: &(dyn Fn(usize, &mut f32, f32) + Sync),
+) {
+    matmul(team, w, acts, rows, &|first, lanes, row, block| {
+        // SAFETY: a tile's columns are written by the task that has the tile.
+        unsafe { store(out, w.rows, first, lanes, row, block, |lane, out, value| put(first + lane, out, value)) };
+    });
 }
 
 impl Ops for Cpu {
@@ -54,18 +88,9 @@ impl Ops for Cpu {
         rows: usize,
     ) -> Result<()> {
         self.count_matmul(w);
-        let cols = w.cols;
-        self.acts.fill(&mut self.team, w, rows, &|r, row| {
-            rms_norm(row, &x[r * cols..(r + 1) * cols], norm.weight, norm.eps);
-        });
-        let (out, stride) = (out.shared(), w.rows);
-        matmul(&mut self.team, w, &self.acts, rows, &|first, lanes, row, block| {
-            // SAFETY: a tile's columns are written by the task that has the tile.
-            unsafe {
-                store(out, stride, first, lanes, row, block, |lane, out, value| {
-                    *out = bias.map_or(value, |bias| value + bias[first + lane]);
-                });
-            }
+        fill_normed(&mut self.team, &mut self.acts, w, x, norm, rows, &|r| r);
+        product(&mut self.team, &self.acts, w, out.shared(), rows, &|n, out, value| {
+            *out = bias.map_or(value, |bias| value + bias[n]);
         });
         Ok(())
     }
@@ -141,7 +166,7 @@ impl Ops for Cpu {
         let (qkv_dim, kv_heads) = (cfg.qkv_dim(), cfg.n_kv_heads);
         let row_of = |i: usize| state.groups()[i].first;
         let view = out.shared();
-        let whole = |i: usize, kv_head: usize, scratch: &mut super::team::Scratch| {
+        let whole = |i: usize, kv_head: usize, scratch: &mut Scratch| {
             let first = row_of(i);
             attend(&mut scratch.attention, group(i, kv_head), &qkv[first * qkv_dim..], &mut |r, h, values| {
                 let at = (first + r) * out_dim + (kv_head * heads + h) * cfg.head_dim;
@@ -198,20 +223,13 @@ impl Ops for Cpu {
         self.count_matmul(w);
         let cols = w.cols;
         self.acts.fill(&mut self.team, w, rows, &|r, row| row.copy_from_slice(&x[r * cols..(r + 1) * cols]));
-        let dim = w.rows;
         let Some(norm) = post_norm else {
-            let out = residual.shared();
-            matmul(&mut self.team, w, &self.acts, rows, &|first, lanes, row, block| {
-                // SAFETY: a tile's columns are written by the task that has the tile.
-                unsafe { store(out, dim, first, lanes, row, block, |_, out, value| *out += value) };
-            });
+            product(&mut self.team, &self.acts, w, residual.shared(), rows, &|_, out, value| *out += value);
             return Ok(());
         };
+        let dim = w.rows;
+        product(&mut self.team, &self.acts, w, self.product.shared(), rows, &|_, out, value| *out = value);
         let product = self.product.shared();
-        matmul(&mut self.team, w, &self.acts, rows, &|first, lanes, row, block| {
-            // SAFETY: as above.
-            unsafe { store(product, dim, first, lanes, row, block, |_, out, value| *out = value) };
-        });
         let out = residual.shared();
         self.team.run(rows, &|r, _| {
             // SAFETY: a row is read and written by one task.
@@ -232,10 +250,7 @@ impl Ops for Cpu {
         rows: usize,
     ) -> Result<()> {
         self.count_matmul(w);
-        let cols = w.cols;
-        self.acts.fill(&mut self.team, w, rows, &|r, row| {
-            rms_norm(row, &x[r * cols..(r + 1) * cols], norm.weight, norm.eps);
-        });
+        fill_normed(&mut self.team, &mut self.acts, w, x, norm, rows, &|r| r);
         let (out, stride) = (out.shared(), w.rows / 2);
         matmul_pairs(&mut self.team, w, &self.acts, rows, &|first, lanes, row, gate, up| {
             act.apply(gate.as_flattened_mut(), up.as_flattened());
@@ -259,20 +274,10 @@ impl Ops for Cpu {
             return Ok(());
         }
         self.count_matmul(w);
-        let cols = w.cols;
-        let state = &self.state;
-        self.acts.fill(&mut self.team, w, heads, &|h, row| {
-            let r = state.heads()[h] as usize;
-            rms_norm(row, &x[r * cols..(r + 1) * cols], norm.weight, norm.eps);
-        });
-        let (out, stride) = (logits.shared(), w.rows);
-        matmul(&mut self.team, w, &self.acts, heads, &|first, lanes, row, block| {
-            // SAFETY: a tile's columns are written by the task that has the tile.
-            unsafe {
-                store(out, stride, first, lanes, row, block, |_, out, value| {
-                    *out = softcap.map_or(value, |cap| cap * crate::math::tanh(value / cap));
-                });
-            }
+        let rows_of_heads = self.state.heads();
+        fill_normed(&mut self.team, &mut self.acts, w, x, norm, heads, &|h| rows_of_heads[h] as usize);
+        product(&mut self.team, &self.acts, w, logits.shared(), heads, &|_, out, value| {
+            *out = softcap.map_or(value, |cap| cap * tanh(value / cap));
         });
         self.state.keep(logits);
         Ok(())
