@@ -9,10 +9,11 @@ swapping who goes first:
   decode    128 tokens                                           llama-bench -p 0 -n 128 -d DEPTH
   streams   16 concurrent       arc serve                        llama-server -np 16        (bench/peer/streams.py)
 and prints for each the medians, the spread (largest minus smallest, of the median) and the ratio of the medians,
-arc / llama.cpp. A difference inside the spread is no difference. --depth is how many tokens stand in llama.cpp's
-cache when its decoding starts: give what arc's decoding starts from. --only takes a comma list of the three.
+arc / llama.cpp (for ttft_ms less is better). A difference inside the spread is no difference. --depth is how many
+tokens stand in llama.cpp's cache when its decoding starts: give what arc's decoding starts from. --only takes a
+comma list of the three.
 
-What it reads from `arc bench --json`: prefill.tok_s and decode.tok_s, the median of the run.
+What it reads from `arc bench --json`: tokens_per_s.median of prefill and decode.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def output(command: list[str]) -> str:
 def arc_bench(args) -> dict[str, float]:
     said = json.loads(output([args.arc, "bench", args.model, "--pp", "512", "--tg", "128", "--reps", "1",
                               "--threads", str(args.threads), "--json"]))
-    return {"prefill": said["prefill"]["tok_s"], "decode": said["decode"]["tok_s"]}
+    return {part: said[part]["tokens_per_s"]["median"] for part in ("prefill", "decode")}
 
 
 def llama_bench(args) -> dict[str, float]:
@@ -99,7 +100,7 @@ def streams(args, command: list[str], port: int) -> dict[str, float]:
 
 def arc_streams(args) -> dict[str, float]:
     port = free_port()
-    return streams(args, [args.arc, "serve", args.model, "--port", str(port), *args.arc_serve], port)
+    return streams(args, [args.arc, "serve", args.model, "--port", str(port), "--served-name", "default", *args.arc_serve], port)
 
 
 def llama_streams(args) -> dict[str, float]:
@@ -151,7 +152,8 @@ def main() -> None:
                 print(f"rep {rep + 1}: {side}: " + ", ".join(f"{k} {v[-1]:.1f}" for k, v in seen[side].items()),
                       file=sys.stderr)
     report = {"model": Path(args.model).name, "threads": args.threads, "reps": args.reps, "depth": args.depth,
-              "command": " ".join(["bench/peer/run.py", *sys.argv[1:]]),
+              # Folders are left out: a committed result says nothing of the disk it was made on.
+              "command": " ".join(["bench/peer/run.py", *(Path(a).name if "/" in a else a for a in sys.argv[1:])]),
               "machine": before, "load_after": [round(v, 2) for v in os.getloadavg()],
               "arc": version([args.arc, "--version"]), "llama.cpp": version([f"{args.llama}/llama-bench", "--version"]),
               "raw": seen, "summary": {}}
@@ -160,7 +162,8 @@ def main() -> None:
         row = {}
         for side, values in seen.items():
             median = statistics.median(values[name])
-            row[side] = {"median": median, "spread": (max(values[name]) - min(values[name])) / median if median else 0.0}
+            width = max(values[name]) - min(values[name])
+            row[side] = {"median": median, "spread": width / median if median else 0.0}
         a, b = row["arc"], row["llama.cpp"]
         row["ratio"] = a["median"] / b["median"] if b["median"] else None
         report["summary"][name] = row

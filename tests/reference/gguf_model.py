@@ -54,7 +54,8 @@ def load(path: str, int8: bool = False):
         config = AutoConfig.for_model("llama", rope_parameters={"rope_type": "default", "rope_theta": theta}, **common)
     elif arch == "gemma3":
         config = AutoConfig.for_model(
-            "gemma3_text", query_pre_attn_scalar=common["head_dim"], sliding_window=get("gemma3.attention.sliding_window"),
+            "gemma3_text", query_pre_attn_scalar=common["head_dim"],
+            sliding_window=get("gemma3.attention.sliding_window"),
             rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": theta},
                              "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}, **common)
     else:

@@ -88,7 +88,8 @@ class Forced:
     def summary(self) -> dict:
         shifts = np.abs(self.shifts)
         return {"argmax_equal": self.equal, "of": len(self.shifts), "largest_gap_lost": max(self.lost, default=0.0),
-                "shift_rms": round(float(np.sqrt((shifts ** 2).mean())), 4), "shift_p99": round(float(np.quantile(shifts, 0.99)), 4),
+                "shift_rms": round(float(np.sqrt((shifts ** 2).mean())), 4),
+                "shift_p99": round(float(np.quantile(shifts, 0.99)), 4),
                 "shift_max": round(float(shifts.max()), 4)}
 
 
@@ -133,7 +134,8 @@ def main(name: str, path: str) -> None:
     for a, b in (("f32", "llama_cpp"), ("f32", "int8_rows"), ("int8_rows", "llama_cpp")):
         splits = [(c["label"], i, c[a]["gap"][i], c[b]["tokens"][i] == c[a]["runner_up"][i])
                   for c in cases if (i := first_difference(c[a]["tokens"], c[b]["tokens"])) is not None]
-        print(f"{name}: {a} against {b}: {len(cases) - len(splits)} of {len(cases)} equal; split at (step, gap, to runner-up):")
+        equal = len(cases) - len(splits)
+        print(f"{name}: {a} against {b}: {equal} of {len(cases)} equal; split at (step, gap, to runner-up):")
         for label, i, gap, second in splits:
             print(f"  {label}: step {i}, gap {gap:.3f}, {second}")
     print(json.dumps(head["forced"]))

@@ -110,7 +110,8 @@ MODELS[-1].config.pop("hidden_act")
 
 # --- weights ----------------------------------------------------------------------------------------------
 
-# Size of an embedding against what a layer adds (about 1): large enough that the token matters. Gemma multiplies by sqrt(hidden_size) = 8.
+# Size of an embedding against what a layer adds (about 1): large enough that the token matters. Gemma multiplies
+# by sqrt(hidden_size) = 8.
 EMBED_GAIN = {"llama": 0.4, "qwen2": 0.4, "qwen3": 0.4, "gemma3": 0.4}
 
 
@@ -242,12 +243,15 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-PRE = {
-    "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-}
-MERGES = [("Ġ", "t"), ("h", "e"), ("Ġ", "a"), ("i", "n"), ("Ġt", "he"), ("e", "r"), ("o", "n"), ("Ġ", "Ġ"), ("r", "e"),
-          ("Ġa", "n"), ("Ġan", "d"), ("o", "u"), ("in", "g"), ("a", "t"), ("e", "s"), ("Ċ", "Ċ"), ("Ġ", "w"), ("o", "r")]
+def pre_split(digits: str) -> str:
+    """The pre-tokenizer expression of Llama 3 and Qwen 2, which differ in how digits are grouped."""
+    return (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits
+            + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+PRE = {"llama-bpe": pre_split(r"\p{N}{1,3}"), "qwen2": pre_split(r"\p{N}")}
+MERGES = [tuple(pair.split("+")) for pair in (
+    "Ġ+t h+e Ġ+a i+n Ġt+he e+r o+n Ġ+Ġ r+e Ġa+n Ġan+d o+u in+g a+t e+s Ċ+Ċ Ġ+w o+r").split()]
 
 
 def make_vocab() -> tuple[list[str], list[tuple[str, str]]]:

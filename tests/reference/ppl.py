@@ -12,6 +12,7 @@ The protocol, which is llama-perplexity's with `-c 512` and is repeated in the J
 """
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def running_ppl(model, tokens: list[int]) -> list[float]:
         logp = torch.log_softmax(logits.double(), dim=-1)
         nll -= float(logp.gather(1, ids[N_CTX // 2 + 1:, None]).sum())
         count += N_CTX - 1 - N_CTX // 2
-        out.append(float(torch.tensor(nll / count, dtype=torch.float64).exp()))
+        out.append(round(math.exp(nll / count), 4))
         print(f"chunk {len(out)}: {out[-1]:.4f}", file=sys.stderr)
     return out
 
@@ -60,11 +61,12 @@ def main(name: str, path: str, binary: str) -> None:
         "model": Path(path).name,
         "command": f"llama-perplexity -m {Path(path).name} -f tests/fixtures/ppl.txt -c {N_CTX} -t 2",
         "protocol": __doc__.split("in the JSON:\n", 1)[1],
-        "n_ctx": N_CTX, "n_tokens": len(tokens), "n_chunks": n_chunks, "n_scored": n_chunks * (N_CTX - 1 - N_CTX // 2),
+        "n_ctx": N_CTX, "n_tokens": len(tokens), "n_chunks": n_chunks,
+        "n_scored": n_chunks * (N_CTX - 1 - N_CTX // 2),
         "llama_cpp": {"ppl": float(final[1]), "stderr": float(final[2])},
         "f32": {"ppl": plain[-1]},
         "int8_rows": {"ppl": int8[-1]},
-        "running_ppl": {"llama_cpp": chunks, "f32": [round(v, 5) for v in plain], "int8_rows": [round(v, 5) for v in int8]},
+        "running_ppl": {"llama_cpp": chunks, "f32": plain, "int8_rows": int8},
         "tokens": tokens,
     }
     out = HERE.parent / "golden" / f"ppl_{name}.json"
