@@ -45,6 +45,9 @@ struct Slot {
     params: Option<SamplerParams>,
     bias: Vec<(u32, f32)>,
     seen: Option<SeenTokens>,
+    /// The table of a former sequence, for the next one that wants one: a table has a word for every id, and to get and
+    /// return it with each sequence would scatter the heap.
+    spare_seen: Option<SeenTokens>,
     dry: Option<(DryTable, Vec<u32>)>,
     logprobs: Option<u32>,
     prompt_top: u32,
@@ -389,6 +392,14 @@ impl Slot {
             history.reserve(context);
             history.extend_from_slice(&init.penalty_prompt);
         }
+        let spare = self.seen.take().or_else(|| self.spare_seen.take());
+        let (seen, spare_seen) = if params.reads_seen() {
+            let mut seen = spare.unwrap_or_else(|| SeenTokens::new(vocab, &[], context));
+            seen.restart(&init.penalty_prompt);
+            (Some(seen), None)
+        } else {
+            (None, spare)
+        };
         *self = Slot {
             active: true,
             generation: init.generation,
@@ -397,7 +408,8 @@ impl Slot {
             ignore_stop: init.flags & slot_flags::IGNORE_STOP != 0,
             stop_ids: init.stop_ids.clone(),
             blocks: init.blocks.clone(),
-            seen: params.reads_seen().then(|| SeenTokens::new(vocab, &init.penalty_prompt, context)),
+            seen,
+            spare_seen,
             params: Some(params),
             bias: init.sampling.bias.clone(),
             dry: dry.map(|table| (table, history)),

@@ -18,10 +18,19 @@ impl SeenTokens {
     /// Panics where a prompt token is outside the vocabulary.
     pub fn new(vocab: usize, prompt: &[u32], len_max: usize) -> Self {
         let mut seen = SeenTokens { index: vec![0; vocab], tokens: Vec::with_capacity(len_max.min(vocab)) };
-        for &id in prompt {
-            seen.entry(id).in_prompt = true;
-        }
+        seen.restart(prompt);
         seen
+    }
+
+    /// Forgets the sequence and starts another in the same memory: same vocabulary, same most tokens. Panics where a
+    /// prompt token is outside the vocabulary.
+    pub fn restart(&mut self, prompt: &[u32]) {
+        for token in self.tokens.drain(..) {
+            self.index[token.id as usize] = 0;
+        }
+        for &id in prompt {
+            self.entry(id).in_prompt = true;
+        }
     }
 
     /// The output grew by a token. Panics where it is outside the vocabulary.

@@ -242,6 +242,18 @@ fn tokens_taken_back_are_as_if_never_emitted() {
 }
 
 #[test]
+fn a_restarted_table_holds_nothing_of_the_former_sequence() {
+    let mut seen = SeenTokens::new(50, &[3, 3, 4], 10);
+    [3, 7, 9, 7].iter().for_each(|&id| seen.push(id));
+    seen.pop(9);
+    seen.restart(&[7, 1]);
+    let mut new = SeenTokens::new(50, &[7, 1], 10);
+    assert_eq!(seen.tokens(), new.tokens());
+    [9, 3, 7].iter().for_each(|&id| (seen.push(id), new.push(id)).1);
+    assert_eq!(seen.tokens(), new.tokens());
+}
+
+#[test]
 fn the_first_of_equal_maxima_wins_whatever_the_sign_of_zero() {
     let mut logits = vec![-1.0; 3000];
     logits[1500] = 0.0;
