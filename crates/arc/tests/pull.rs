@@ -150,6 +150,24 @@ fn right_size_with_one_wrong_byte_is_never_used_and_the_next_source_is_asked() {
     assert_eq!(bench.pull().status.code(), Some(1));
 }
 
+/// Two pulls of one model at once: one fetches, the other waits for it and finds the file.
+#[test]
+fn two_pulls_fetch_once() {
+    let bench = Bench::new();
+    let count = bench.path("count");
+    let body = format!("echo x >> '{}'; sleep 1; cp '{}' \"$dest\"", count.display(), real_model().display());
+    bench.script("curl", &body);
+    let outputs = std::thread::scope(|scope| {
+        let pulls = [scope.spawn(|| bench.pull()), scope.spawn(|| bench.pull())];
+        pulls.map(|p| p.join().expect("no panic"))
+    });
+    let mut sources =
+        outputs.map(|o| String::from_utf8_lossy(&o.stdout).trim_end().rsplit(' ').next().map(str::to_owned));
+    sources.sort();
+    assert_eq!(sources, [Some("(cache)".to_owned()), Some("(hub)".to_owned())]);
+    assert_eq!(fs::read_to_string(count).expect("curl ran"), "x\n");
+}
+
 #[test]
 fn what_a_killed_pull_left_is_removed() {
     let bench = Bench::new();
