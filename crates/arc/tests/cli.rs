@@ -120,8 +120,11 @@ fn sampler_parameters_out_of_range_are_refused_before_anything_is_loaded() {
         // The model does not exist: what is said must be about the parameter.
         refused(arc().args(["run", "./none.gguf", "x", &format!("{flag}={value}")]), b"", 1, part, QUICK);
     }
-    for (flag, value) in [("--temp", "hot"), ("--top-k", "-1"), ("--seed", "-1"), ("-n", "x"), ("--top-k", "1e9")] {
-        refused(arc().args(["run", "./none.gguf", "x", flag, value]), b"", 2, "invalid value", QUICK);
+    for (flag, value) in
+        [("--temp", "hot"), ("--top-k", "-1"), ("--seed", "-1"), ("--max-tokens", "x"), ("--top-k", "1e9")]
+    {
+        let flag = format!("{flag}={value}");
+        refused(arc().args(["run", "./none.gguf", "x", &flag]), b"", 2, "invalid value", QUICK);
     }
 }
 
@@ -319,4 +322,23 @@ fn bench_and_eval_measure_through_the_engine() {
         "fewer than one window",
         HEADER,
     );
+}
+
+/// The committed text, the committed answer of another engine: within 0.2 %.
+#[test]
+fn perplexity_is_what_llama_cpp_says() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let golden = fs::read(root.join("tests/golden/ppl_smollm2.json")).expect("the golden is committed");
+    let golden: serde_json::Value = serde_json::from_slice(&golden).expect("it is JSON");
+    let output = arc()
+        .args(["eval", "ppl", "--json"])
+        .arg(model(SMOLLM2))
+        .arg(root.join(golden["text"].as_str().expect("a path")))
+        .output()
+        .expect("the binary is built");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
+    assert_eq!(report["tokens_scored"], golden["n_scored"]);
+    let (ours, theirs) = (report["perplexity"].as_f64(), golden["llama_cpp"]["ppl"].as_f64());
+    let (ours, theirs) = (ours.expect("a number"), theirs.expect("a number"));
+    assert!((ours / theirs - 1.0).abs() < 0.002, "{ours} against {theirs}");
 }

@@ -23,7 +23,10 @@ use arc_engine::{
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
-use super::{EngineFlags, open_model, run::read_bounded};
+use super::{
+    EngineFlags, open_model,
+    run::{read_bounded, without_last_newline},
+};
 
 /// Windows that are scored side by side, and rows that are scored in one step: every row of a window goes through the head.
 const SIZES: Sizes = Sizes { slots: 4, heads: Some(128) };
@@ -77,7 +80,7 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     let model = open_model(&args.model, config)?;
     let running = open::start(&model, config, SIZES)?;
     let tokenizer = running.text.tokenizer();
-    let mut tokens = tokenizer.encode(&text, Special::Text);
+    let mut tokens = tokenizer.encode(without_last_newline(&text), Special::Text);
     let bos = tokenizer.bos().filter(|_| tokenizer.add_bos());
     if let Some(bos) = bos {
         tokens.insert(0, bos);

@@ -59,7 +59,10 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     } else {
         let system = args.system.iter().map(|text| ChatMessage::new(Role::System, text.as_str()));
         let messages: Vec<ChatMessage> = system.chain([ChatMessage::new(Role::User, prompt)]).collect();
-        running.text.encode_chat(&messages, None).context("use --raw to continue plain text")?
+        if !running.text.has_template() {
+            bail!("{} has no chat template that works: use --raw to continue plain text", args.model);
+        }
+        running.text.encode_chat(&messages, None)?
     };
     let request = args.sampling.request(&running.text, ids);
     let seed = request.sampling.seed;
@@ -114,12 +117,16 @@ fn prompt(args: &Args) -> Result<String> {
     let text = String::from_utf8(bytes).map_err(|e| {
         anyhow::anyhow!("{name} is not valid UTF-8: byte {} is the first wrong one", e.utf8_error().valid_up_to())
     })?;
-    // Editors and echo end a file with a line break that nobody means.
-    let text = text.strip_suffix('\n').map_or(text.as_str(), |t| t.strip_suffix('\r').unwrap_or(t)).to_owned();
+    let text = without_last_newline(&text).to_owned();
     if text.is_empty() {
         bail!("{name} is empty");
     }
     Ok(text)
+}
+
+/// Editors and echo end a text with a line break that nobody means.
+pub fn without_last_newline(text: &str) -> &str {
+    text.strip_suffix('\n').map_or(text, |text| text.strip_suffix('\r').unwrap_or(text))
 }
 
 /// All of `source`, unless it is larger than any prompt. Errors name it.
