@@ -141,7 +141,9 @@ settings! {
     served_name: String = "auto".to_owned(), Kind::Text;
     Server: /// Largest request body in KiB
     body_limit_kib: u32 = 8192, Kind::Int(1, 1 << 20);
-    Server: /// Seconds that a client has to send its request
+    Server: /// Connections that may be open; more wait
+    connections: u32 = 1024, Kind::Int(1, 65_536);
+    Server: /// Seconds that a client has for the head of its request, and for the body
     read_timeout_s: u32 = 30, Kind::Int(1, 3600);
     Server: /// Seconds that a request may take in all, waiting included
     request_timeout_s: u32 = 600, Kind::Int(1, 86_400);

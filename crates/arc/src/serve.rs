@@ -8,14 +8,13 @@ pub mod api;
 pub mod backend;
 pub mod error;
 pub mod job;
+mod listen;
 pub mod metrics;
 pub mod models;
 pub mod reply;
 pub mod run;
 
 use std::{
-    future::Future,
-    io,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -31,7 +30,6 @@ use axum::{
     middleware::{self, Next},
     response::{IntoResponse, Response},
     routing::{get, post},
-    serve::ListenerExt,
 };
 use futures_util::StreamExt;
 use serde_json::json;
@@ -48,7 +46,9 @@ use models::ServedModel;
 pub struct HttpLimits {
     /// Largest body in bytes.
     pub body_bytes: usize,
-    /// Seconds for the body to arrive.
+    /// Most connections.
+    pub connections: usize,
+    /// Seconds for the head of a request to arrive, and for its body.
     pub read_timeout_s: u32,
     /// Seconds for the whole answer.
     pub request_timeout_s: u32,
@@ -97,13 +97,7 @@ pub async fn serve(
     listener: TcpListener,
     app: Arc<App>,
     stop: impl Future<Output = ()> + Send + 'static,
-) -> io::Result<Option<String>> {
-    // Tokens are small packets that must not wait for each other.
-    let listener = listener.tap_io(|stream| {
-        if let Err(error) = stream.set_nodelay(true) {
-            tracing::debug!(%error, "no TCP_NODELAY");
-        }
-    });
+) -> Option<String> {
     let (draining, mut drained) = tokio::sync::watch::channel(false);
     let watch = {
         let app = app.clone();
@@ -116,16 +110,17 @@ pub async fn serve(
             let _ = draining.send(true);
         }
     };
-    let served = axum::serve(listener, router(app.clone())).with_graceful_shutdown(watch).into_future();
+    let header_timeout = Duration::from_secs(app.http.read_timeout_s.into());
+    let served = listen::serve(listener, router(app.clone()), app.http.connections, header_timeout, watch);
     let deadline = async {
         let _ = drained.wait_for(|d| *d).await;
         tokio::time::sleep(Duration::from_secs(app.http.drain_s.into())).await;
     };
     tokio::select! {
-        result = served => result?,
+        () = served => {}
         () = deadline => tracing::warn!(drain_s = app.http.drain_s, "requests still ran at the end of the drain; they are dropped"),
     }
-    Ok(app.backend.fault())
+    app.backend.fault()
 }
 
 async fn engine_fault(backend: Arc<dyn Backend>) {

@@ -3,7 +3,8 @@
 mod common;
 
 use std::{
-    io::{BufRead, BufReader, Read},
+    io::{BufRead, BufReader, Read, Write},
+    net::TcpStream,
     process::Command,
     time::{Duration, Instant},
 };
@@ -96,12 +97,14 @@ fn time_limits_end_requests() {
     let whole = ENDLESS.replace("\"stream\": true", "\"stream\": false");
     assert_eq!(server.request("POST", "/v1/completions", &whole).0, 504);
     server.wait_for("arc_requests_running", |n| n == 0.0);
-    // A body that never comes.
-    use std::io::Write;
-    let mut stream = std::net::TcpStream::connect(&server.address).expect("the server listens");
+    // A body that never comes, and a head that never ends.
     let head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 100\r\n\r\n{";
-    stream.write_all(head.as_bytes()).expect("the server reads");
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).expect("the server answers");
-    assert!(answer.starts_with("HTTP/1.1 408 "), "{answer}");
+    for (sent, want) in [(head, "HTTP/1.1 408 "), ("POST /v1/completions HTTP/1.1\r\nHost: x\r\n", "")] {
+        let mut stream = TcpStream::connect(&server.address).expect("the server listens");
+        stream.set_read_timeout(Some(Duration::from_secs(20))).expect("a timeout above zero");
+        stream.write_all(sent.as_bytes()).expect("the server reads");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("the server answers or hangs up");
+        assert!(answer.starts_with(want), "{answer}");
+    }
 }

@@ -48,6 +48,7 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
         },
         http: HttpLimits {
             body_bytes: config.body_limit_kib as usize * 1024,
+            connections: config.connections as usize,
             read_timeout_s: config.read_timeout_s,
             request_timeout_s: config.request_timeout_s,
             max_choices: config.max_choices as usize,
@@ -59,6 +60,8 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         // Few: they only carry bytes, and every core is wanted by the model.
         .worker_threads(2)
+        // Bodies that are parsed and encoded side by side; the others wait.
+        .max_blocking_threads(4)
         .enable_all()
         .build()
         .context("cannot start the async runtime")?;
@@ -74,7 +77,7 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
                 std::process::exit(super::INTERRUPTED.into());
             });
         };
-        anyhow::Ok(serve(listener, app, stop).await?)
+        anyhow::Ok(serve(listener, app, stop).await)
     })?;
     // Before the runtime, whose threads may still hold streams that nobody will read to their end.
     runtime.shutdown_background();

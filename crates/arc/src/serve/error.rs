@@ -118,6 +118,12 @@ impl From<SubmitError> for ApiError {
 
 impl From<RequestError> for ApiError {
     fn from(e: RequestError) -> ApiError {
+        // The engine calls them stop ids; the API has another name for its part of them.
+        if let RequestError::TokenOutOfRange { field: "stop_ids", .. }
+        | RequestError::TooMany { field: "stop_ids", .. } = &e
+        {
+            return ApiError::field("stop_token_ids", e.to_string().replacen("stop_ids", "stop_token_ids", 1));
+        }
         let (param, code) = match &e {
             RequestError::EmptyPrompt => ("prompt", None),
             RequestError::TokenOutOfRange { field, .. }

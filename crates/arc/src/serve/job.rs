@@ -93,6 +93,9 @@ pub fn chat(app: &App, body: &[u8]) -> Result<Job, ApiError> {
         (a, b) => shared.max_tokens = b.or(a),
     }
     let logprobs = match (request.logprobs.unwrap_or(false), request.top_logprobs) {
+        (true, Some(n)) if n > 20 => {
+            return Err(ApiError::field("top_logprobs", format!("top_logprobs is {n}, must be from 0 to 20")));
+        }
         (true, n) => Some(n.unwrap_or(0)),
         (false, None | Some(0)) => None,
         (false, Some(_)) => return Err(ApiError::field("top_logprobs", "top_logprobs needs logprobs to be true")),

@@ -202,6 +202,15 @@ pub async fn reply(app: Arc<App>, mut job: Job) -> Result<Response, ApiError> {
     let head = Head::new(&app, &job);
     let drafts = drafts(&job);
     let run = Run::start(&app, &mut job)?;
+    let prompt_tokens = run.usage().prompt;
+    tracing::info!(
+        id = head.id,
+        prompt_tokens,
+        choices = drafts.len(),
+        seed = head.seed,
+        stream = job.stream,
+        "accepted"
+    );
     if job.stream { Ok(stream_reply(head, drafts, run)) } else { whole_reply(head, drafts, run).await }
 }
 
@@ -223,6 +232,7 @@ async fn whole_reply(head: Head, mut drafts: Vec<Draft>, mut run: Run) -> Result
             }
         }
     };
+    tracing::info!(id = head.id, output_tokens = run.usage().output, "answered");
     let mut body = head.body(false, drafts.iter().enumerate().map(choice).collect());
     body["usage"] = usage_body(run.usage());
     Ok(Json(body).into_response())
@@ -272,6 +282,7 @@ impl Streaming {
                     }
                     Ok(None) => {
                         self.phase = Phase::Done;
+                        tracing::info!(id = self.head.id, output_tokens = self.run.usage().output, "answered");
                         if !self.head.include_usage {
                             return self.done();
                         }
