@@ -77,7 +77,7 @@ pub fn main() -> ExitCode {
         // The reader of our output has gone: nothing is wrong, and nobody to tell.
         Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("error: {}", one_line(&format!("{e:#}")));
+            eprintln!("error: {}", sentence(&e));
             ExitCode::FAILURE
         }
     }
@@ -126,6 +126,17 @@ fn start_log(resolved: &Resolved) {
 
 fn is_broken_pipe(e: &anyhow::Error) -> bool {
     e.chain().any(|c| c.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe))
+}
+
+/// The error and its causes as one line. Some errors say their cause themselves; then it is not said again.
+fn sentence(e: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in e.chain().map(ToString::to_string).filter(|c| !c.is_empty()) {
+        if !text.contains(&cause) {
+            text = if text.is_empty() { cause } else { format!("{text}: {cause}") };
+        }
+    }
+    one_line(&text)
 }
 
 /// Control characters from hostile files must not reach the terminal, and an error is one line.

@@ -176,7 +176,7 @@ impl Chat<'_> {
             Err(e) if super::is_broken_pipe(&e) || self.running.engine.fault().is_some() => Err(e),
             Err(e) => {
                 self.messages.pop();
-                eprintln!("error: {}", super::one_line(&format!("{e:#}")));
+                eprintln!("error: {}", super::sentence(&e));
                 Ok(())
             }
         }

@@ -40,6 +40,8 @@ pub struct Args {
 pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     let model = open_model(&args.model, config)?;
     let tokenizer = model.tokenizer()?;
+    // Before anything is printed: a model that cannot be loaded is an error, not a half page.
+    let plan = model.plan(config, serve::SIZES)?;
     let mut out = io::stdout().lock();
     writeln!(out, "{}", model.path.display())?;
     writeln!(
@@ -54,7 +56,6 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     )?;
     metadata(&model, &mut out)?;
     tensors(&model, &mut out)?;
-    let plan = model.plan(config, serve::SIZES)?;
     memory(&plan, &model.limits(config, serve::SIZES)?, &mut out)?;
     if args.step_trace {
         writeln!(out, "\nstages of a decode step: bytes of weights, bytes of KV cache, shapes")?;
