@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use arc::text::{Control, Detokenizer, Special, StopMatcher, Tokenizer, TokenizerSpec};
 
-use crate::golden::{SMOLLM2, from_gguf};
+use crate::golden::{GEMMA3, SMOLLM2, from_gguf, from_json};
 
 /// A 64-bit linear congruential generator.
 pub struct Random(pub u64);
@@ -108,6 +108,15 @@ fn control_tokens_and_first_spaces_are_handled() {
     assert_eq!(decode(&mut Detokenizer::continuing(prefixed.clone(), Control::Skip), &ids), " 😀 éé");
     assert_eq!(prefixed.encode("😀", Special::Text), [258], "the prefix is part of the first token");
     assert_eq!(decode(&mut Detokenizer::new(prefixed, Control::Skip), &[0xC3]), "\u{FFFD}");
+}
+
+#[test]
+fn every_model_stops_at_the_end_of_its_turn() {
+    assert_eq!(from_gguf(GEMMA3).stop_ids(), [1, 106]);
+    assert_eq!(from_json("gemma3").stop_ids(), [1, 106]);
+    assert_eq!(from_json("llama3").stop_ids(), [128_001, 128_009]);
+    assert_eq!(from_json("qwen3").stop_ids(), [151_643, 151_645]);
+    assert_eq!(from_json("deepseek-v4").stop_ids(), [1, 128_805]);
 }
 
 #[test]

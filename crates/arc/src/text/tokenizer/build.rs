@@ -66,8 +66,12 @@ impl Tokenizer {
         };
 
         let mut stop_ids: Vec<u32> = [spec.eos, spec.eot].into_iter().flatten().collect();
-        let named = spec.tokens.iter().enumerate().filter(|(_, token)| STOP_NAMES.contains(&&***token));
-        stop_ids.extend(named.map(|(id, _)| id as u32).filter(|&id| kinds[id as usize] != Kind::Piece));
+        // An added token that is ordinary text is not meant: in Gemma `</s>` ends struck-out HTML.
+        let stops = |(token, kind): (&str, Kind)| {
+            STOP_NAMES.contains(&token) && (kind == Kind::Control || kind == Kind::Added && token.starts_with("<|"))
+        };
+        let tokens = spec.tokens.iter().map(|token| &**token).zip(kinds.iter().copied());
+        stop_ids.extend((0..).zip(tokens).filter(|(_, token)| stops(*token)).map(|(id, _)| id));
         stop_ids.sort_unstable();
         stop_ids.dedup();
         Ok(Self {
