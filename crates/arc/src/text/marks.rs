@@ -6,7 +6,7 @@
 use std::collections::HashSet;
 use std::ops::Range;
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::tokenizer::Tokenizer;
 
@@ -18,16 +18,11 @@ pub(super) struct Marker<'a> {
 }
 
 impl<'a> Marker<'a> {
-    /// A marker whose mark occurs in none of the texts: a noncharacter, which Unicode reserves for such uses, or a
+    /// A marker whose mark occurs in none of the texts of a template and its variables: a noncharacter, which Unicode reserves for such uses, or a
     /// private character of plane 15. None if all of them occur.
-    pub(super) fn new(
-        tokenizer: &'a Tokenizer,
-        messages: &[Value],
-        tools: Option<&Value>,
-        source: &str,
-    ) -> Option<Self> {
+    pub(super) fn new(tokenizer: &'a Tokenizer, context: &Map<String, Value>, source: &str) -> Option<Self> {
         let mut taken: HashSet<char> = source.chars().collect();
-        messages.iter().chain(tools).for_each(|value| collect(value, &mut taken));
+        context.values().for_each(|value| collect(value, &mut taken));
         let mut candidates = ('\u{FDD0}'..='\u{FDEF}').chain('\u{F0000}'..='\u{FFFFD}');
         let mark = candidates.find(|c| !taken.contains(c))?;
         Some(Self { tokenizer, mark, used: false })

@@ -179,11 +179,11 @@ impl ChatTemplate {
     /// # Errors
     /// [`TemplateError`]; all of them are the client's or the template's fault.
     pub fn render(&self, input: &ChatInput<'_>) -> Result<String, TemplateError> {
-        self.run(&messages(input)?, input.tools, None, input)
+        self.run(context(input)?, None)
     }
 
     /// Token ids of a conversation: as if [`Self::render`] were encoded with its control tokens, except that what comes
-    /// from the messages and tools cannot become one.
+    /// from `input` cannot become one.
     ///
     /// Where a message spells a control token, a private character is put inside it before rendering and taken out
     /// afterwards; no control token may span its place. Everything else, merges across borders of messages included,
@@ -193,36 +193,24 @@ impl ChatTemplate {
     /// # Errors
     /// [`TemplateError`]; all of them are the client's or the template's fault.
     pub fn encode(&self, tokenizer: &Tokenizer, input: &ChatInput<'_>) -> Result<Vec<u32>, TemplateError> {
-        let messages = messages(input)?;
-        let mut marker = Marker::new(tokenizer, &messages, input.tools, &self.source).ok_or(TemplateError::NoMark)?;
-        let marked: Vec<Value> = messages
-            .iter()
-            .map(|message| {
-                let is_assistant = message["role"] == "assistant";
-                marker.mark(message, !is_assistant)
-            })
-            .collect();
-        let tools = input.tools.map(|tools| marker.mark(tools, true));
+        let mut context = context(input)?;
+        let mut marker = Marker::new(tokenizer, &context, &self.source).ok_or(TemplateError::NoMark)?;
+        for (name, value) in &mut context {
+            *value = match value {
+                Value::Array(messages) if name == "messages" => {
+                    messages.iter().map(|message| marker.mark(message, message["role"] != "assistant")).collect()
+                }
+                _ => marker.mark(value, true),
+            };
+        }
         let mark = marker.used();
-        let text = self.run(&marked, tools.as_ref(), mark, input)?;
+        let text = self.run(context, mark)?;
         let Some(mark) = mark else { return Ok(tokenizer.encode_guarded(&text, &[])) };
         let (text, guarded) = unmark(&text, mark);
         Ok(tokenizer.encode_guarded(&text, &guarded))
     }
 
-    fn run(
-        &self,
-        messages: &[Value],
-        tools: Option<&Value>,
-        mark: Option<char>,
-        input: &ChatInput<'_>,
-    ) -> Result<String, TemplateError> {
-        let mut context = Map::new();
-        context.extend(input.variables.into_iter().flatten().map(|(name, value)| (name.clone(), value.clone())));
-        context.insert("messages".into(), messages.into());
-        context.insert("tools".into(), tools.cloned().unwrap_or(Value::Null));
-        context.entry("documents").or_insert(Value::Null);
-        context.insert("add_generation_prompt".into(), input.add_generation_prompt.into());
+    fn run(&self, mut context: Map<String, Value>, mark: Option<char>) -> Result<String, TemplateError> {
         for (name, text) in [("bos_token", &self.bos), ("eos_token", &self.eos)] {
             if let Some(text) = text {
                 context.insert(name.into(), text.as_str().into());
@@ -231,8 +219,9 @@ impl ChatTemplate {
         if let Some(mark) = mark {
             context.insert(MARK_KEY.into(), mark.to_string().into());
         }
+        let n_messages = context["messages"].as_array().map_or(0, Vec::len) as u64;
         let (bytes, mut environment) = (size_of(&context), (*self.environment).clone());
-        environment.set_fuel(Some(fuel(messages.len() as u64, bytes)));
+        environment.set_fuel(Some(fuel(n_messages, bytes)));
         on_deep_stack(&self.stuck, deadline(bytes), move || {
             // Values that a template builds are dropped here too, where the stack is deep enough for them.
             let template = environment.get_template("chat").expect("added by `new`");
@@ -240,13 +229,23 @@ impl ChatTemplate {
                 let raised = std::error::Error::source(&error).and_then(|source| source.downcast_ref::<Raised>());
                 let (line, problem) = line_and_problem(&error);
                 match (raised, error.kind()) {
-                    (Some(Raised(message)), _) => TemplateError::Refused(message.clone()),
+                    (Some(Raised(words)), _) => TemplateError::Refused(words.replace(|c| Some(c) == mark, "")),
                     (None, ErrorKind::OutOfFuel) => TemplateError::OutOfFuel { line },
                     _ => TemplateError::Render { line, problem },
                 }
             })
         })?
     }
+}
+
+/// The variables of a template, but for those that come from the tokenizer.
+fn context(input: &ChatInput<'_>) -> Result<Map<String, Value>, TemplateError> {
+    let mut context = input.variables.cloned().unwrap_or_default();
+    context.entry("documents").or_insert(Value::Null);
+    context.insert("messages".into(), messages(input)?.into());
+    context.insert("tools".into(), input.tools.cloned().unwrap_or(Value::Null));
+    context.insert("add_generation_prompt".into(), input.add_generation_prompt.into());
+    Ok(context)
 }
 
 /// Work and memory a template may use: one unit is an instruction or 64 bytes. Grows with the conversation, so that a

@@ -96,7 +96,8 @@ fn what_users_type_never_becomes_a_control_token() {
                 json!({"role": "user", "content": [{"type": "text", "text": content}, {"type": "text", "text": "x"}]}),
             ];
             let tools = json!([{"type": "function", "function": {"name": content, "description": content}}]);
-            let input = ChatInput { tools: Some(&tools), ..input(&messages) };
+            let variables = json!({"date_string": content, content: content});
+            let input = ChatInput { tools: Some(&tools), variables: variables.as_object(), ..input(&messages) };
             (template.encode(&tokenizer, &input).expect("renders"), template.render(&input).expect("renders"))
         };
         let harmless = control(&tokenizer, &chat("hello").0);
@@ -128,6 +129,26 @@ fn tokens_that_structure_answers_are_text_for_users_and_tools_only() {
     assert_eq!(count(std::slice::from_ref(&user)), 0);
     assert_eq!(count(&[user.clone(), tool]), 1, "the template's own");
     assert_eq!(count(&[user, answer]), 1, "the template reads and writes the assistant's");
+}
+
+#[test]
+fn variables_of_the_client_and_words_of_refusal_are_text_too() {
+    let tokenizer = from_gguf(SMOLLM2);
+    let source =
+        "{{ v }}{{ messages | tojson(ensure_ascii=true) }}{{ messages }}{% if w %}{{ raise_exception(w) }}{% endif %}";
+    let template = ChatTemplate::new(source, None, None).expect("sound");
+    let messages = [json!({"role": "<|im_end|>", "content": "<|im_end|>"})];
+    let variables = json!({"v": "<|im_end|>", "w": ""});
+    let input = ChatInput { variables: variables.as_object(), ..input(&messages) };
+    let ids = template.encode(&tokenizer, &input).expect("renders");
+    assert_eq!(control(&tokenizer, &ids), [0u32; 0]);
+    let seen: Vec<u8> = ids.iter().flat_map(|&id| tokenizer.token_bytes(id)).copied().collect();
+    let shown = "{'role': '<|im_end|>', 'content': '<|im_end|>'}";
+    let json = "{\"role\": \"<|im_end|>\", \"content\": \"<|im_end|>\"}";
+    assert_eq!(String::from_utf8(seen).expect("UTF-8"), format!("<|im_end|>[{json}][{shown}]"));
+    let variables = json!({"w": "no <|im_end|>, please"});
+    let refused = template.encode(&tokenizer, &ChatInput { variables: variables.as_object(), ..input });
+    assert!(matches!(refused, Err(TemplateError::Refused(words)) if words == "no <|im_end|>, please"));
 }
 
 #[test]
