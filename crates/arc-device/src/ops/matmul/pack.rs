@@ -304,20 +304,24 @@ fn unpack_super(isa: Isa, format: Format, unit: &[u8], slice: &mut Slice) {
         unpack_codes(format, planes, &mut slice.codes[s]);
     }
     let d = f16_lanes(isa, header);
-    let byte = |base: usize, i: usize, row: usize| header[base + TILE * i + row];
+    // One byte of each row, side by side: an array, so that loops over rows have no bounds to check.
+    let bytes = |base: usize, i: usize| -> &[u8; TILE] {
+        header[base + TILE * i..][..TILE].try_into().expect("a line of sixteen")
+    };
     match format {
         Format::Q4K | Format::Q5K => {
             let dmin = f16_lanes(isa, &header[32..]);
             for s in 0..SLICE_BLOCKS {
+                let (sc, min): ([u8; TILE], [u8; TILE]) = if s < 4 {
+                    (bytes(64, s).map(|sc| sc & 63), bytes(64, s + 4).map(|min| min & 63))
+                } else {
+                    let (low, sc_high, min_high) = (bytes(64, s + 4), bytes(64, s - 4), bytes(64, s));
+                    let sc = std::array::from_fn(|row| low[row] & 15 | sc_high[row] >> 6 << 4);
+                    (sc, std::array::from_fn(|row| low[row] >> 4 | min_high[row] >> 6 << 4))
+                };
                 for row in 0..TILE {
-                    let (sc, min) = if s < 4 {
-                        (byte(64, s, row) & 63, byte(64, s + 4, row) & 63)
-                    } else {
-                        let low = byte(64, s + 4, row);
-                        (low & 15 | byte(64, s - 4, row) >> 6 << 4, low >> 4 | byte(64, s, row) >> 6 << 4)
-                    };
-                    slice.d[s][row] = d[row] * f32::from(sc);
-                    slice.m[s][row] = -(dmin[row] * f32::from(min));
+                    slice.d[s][row] = d[row] * f32::from(sc[row]);
+                    slice.m[s][row] = -(dmin[row] * f32::from(min[row]));
                 }
             }
         }
@@ -327,11 +331,9 @@ fn unpack_super(isa: Isa, format: Format, unit: &[u8], slice: &mut Slice) {
                 slice.d[s] = d;
                 slice.m[s] = dmin.map(|dmin| -dmin);
                 for h in 0..2 {
-                    for row in 0..TILE {
-                        let both = byte(64, 2 * s + h, row);
-                        slice.sc[s][h][row] = i32::from(both & 15);
-                        slice.min[s][h][row] = i32::from(both >> 4);
-                    }
+                    let both = bytes(64, 2 * s + h);
+                    slice.sc[s][h] = both.map(|both| i32::from(both & 15));
+                    slice.min[s][h] = both.map(|both| i32::from(both >> 4));
                 }
             }
         }
@@ -340,11 +342,11 @@ fn unpack_super(isa: Isa, format: Format, unit: &[u8], slice: &mut Slice) {
                 slice.d[s] = d;
                 for h in 0..2 {
                     let i = 2 * s + h;
-                    for row in 0..TILE {
-                        let low = byte(32, i % 8, row) >> (i / 8 * 4) & 15;
-                        let high = byte(32, 8 + i % 4, row) >> (i / 4 * 2) & 3;
-                        slice.sc[s][h][row] = i32::from(low | high << 4) - 32;
-                    }
+                    let (low, high) = (bytes(32, i % 8), bytes(32, 8 + i % 4));
+                    slice.sc[s][h] = std::array::from_fn(|row| {
+                        let (low, high) = (low[row] >> (i / 8 * 4) & 15, high[row] >> (i / 4 * 2) & 3);
+                        i32::from(low | high << 4) - 32
+                    });
                 }
             }
         }
@@ -352,9 +354,7 @@ fn unpack_super(isa: Isa, format: Format, unit: &[u8], slice: &mut Slice) {
             for s in 0..SLICE_BLOCKS {
                 slice.d[s] = d;
                 for h in 0..2 {
-                    for row in 0..TILE {
-                        slice.sc[s][h][row] = i32::from(byte(32, 2 * s + h, row) as i8);
-                    }
+                    slice.sc[s][h] = bytes(32, 2 * s + h).map(|sc| i32::from(sc as i8));
                 }
             }
         }
@@ -379,18 +379,10 @@ fn unpack_codes(format: Format, planes: &[u8], codes: &mut [u8; 512]) {
         }
         Format::Q6K => {
             nibbles(planes, codes);
-            for q in 0..4 {
-                for c in 0..128 {
-                    codes[128 * q + c] |= (planes[256 + c] >> (2 * q) & 3) << 4;
-                }
-            }
+            crumbs(&planes[256..], |q, crumb| codes[q] |= crumb << 4);
         }
         Format::Q2K | Format::Q3K => {
-            for q in 0..4 {
-                for c in 0..128 {
-                    codes[128 * q + c] = planes[c] >> (2 * q) & 3;
-                }
-            }
+            crumbs(planes, |q, crumb| codes[q] = crumb);
             if format == Format::Q3K {
                 bits(&planes[128..], codes, 2);
             }
@@ -405,6 +397,17 @@ fn nibbles(planes: &[u8], codes: &mut [u8; 512]) {
     for c in 0..256 {
         codes[c] = planes[c] & 15;
         codes[256 + c] = planes[c] >> 4;
+    }
+}
+
+/// Calls `put(code number, crumb)` for all 512.
+#[inline(always)]
+fn crumbs(plane: &[u8], mut put: impl FnMut(usize, u8)) {
+    let plane = &plane[..128];
+    for q in 0..4 {
+        for c in 0..128 {
+            put(128 * q + c, plane[c] >> (2 * q) & 3);
+        }
     }
 }
 
