@@ -10,8 +10,8 @@ swapping who goes first:
   streams   16 concurrent       arc serve                        llama-server -np 16        (bench/peer/streams.py)
 and prints for each the medians, the spread (largest minus smallest, of the median) and the ratio of the medians,
 arc / llama.cpp (for ttft_ms less is better). A difference inside the spread is no difference. --depth is how many
-tokens stand in llama.cpp's cache when its decoding starts: give what arc's decoding starts from. --only takes a
-comma list of the three.
+tokens stand in llama.cpp's cache when its decoding starts; arc bench decodes from one token. --only takes a comma
+list of the three. Streams answer 64 tokens each, two requests a stream, after one that is not counted.
 
 What it reads from `arc bench --json`: tokens_per_s.median of prefill and decode.
 """
@@ -30,7 +30,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-STREAMS, STREAM_TOKENS = 16, 64
+STREAMS, STREAM_TOKENS, SERVED = 16, 64, "bench"
 RUN_LIMIT_S = 600
 
 
@@ -88,8 +88,8 @@ def server(command: list[str], port: int):
 
 
 def streams(args, command: list[str], port: int) -> dict[str, float]:
-    load = [sys.executable, str(HERE / "streams.py"), "--port", str(port), "--max-tokens", str(STREAM_TOKENS), "--json",
-            "--model", args.served]
+    load = [sys.executable, str(HERE / "streams.py"), "--port", str(port), "--json", "--model", SERVED, "--ignore-eos",
+            "--max-tokens", str(STREAM_TOKENS)]
     with server(command, port):
         output([*load, "--streams", "1", "--first", "1000"])  # warm
         one = json.loads(output([*load, "--streams", "1", "--requests", "2", "--first", "2000"]))
@@ -100,7 +100,8 @@ def streams(args, command: list[str], port: int) -> dict[str, float]:
 
 def arc_streams(args) -> dict[str, float]:
     port = free_port()
-    return streams(args, [args.arc, "serve", args.model, "--port", str(port), "--served-name", "default", *args.arc_serve], port)
+    return streams(args, [args.arc, "serve", args.model, "--threads", str(args.threads), "--port", str(port),
+                          "--served-name", SERVED, *args.arc_serve], port)
 
 
 def llama_streams(args) -> dict[str, float]:
@@ -131,7 +132,6 @@ def main() -> None:
     p.add_argument("--reps", type=int, default=5)
     p.add_argument("--depth", type=int, default=0)
     p.add_argument("--only", default="prefill,decode,streams")
-    p.add_argument("--served", default="default", help="model name in requests")
     p.add_argument("--arc-serve", nargs=argparse.REMAINDER, default=[], help="more flags for arc serve; last")
     p.add_argument("--out")
     args = p.parse_args()
