@@ -130,7 +130,9 @@ fn noise<'a>(scored: impl Iterator<Item = (&'a Case, Output)>) -> Noise {
             } else {
                 lost = lost.max(text.gap[i]);
             }
-            let gap = step.logprob.expect("it was asked for") - logprob(&step.top, text.runner_up[i]);
+            // Where the second of f32 is not among Arc's 20 first, it lies no higher than the last of them.
+            let second = logprob(&step.top, text.runner_up[i]).max(step.top[19].1);
+            let gap = step.logprob.expect("it was asked for") - second;
             shifts.push((gap - text.gap[i]).abs());
         }
     }

@@ -14,7 +14,7 @@ use arc_device::simd::{Isa, force_isa};
 use arc_device::step::Limits;
 use arc_engine::engine::EngineConfig;
 use arc_engine::request::Request;
-use cpu::{Output, Rig};
+use cpu::{Answer, Bits, Output, Rig};
 
 /// Tokens that each request generates.
 const N_NEW: u32 = 20;
@@ -74,7 +74,7 @@ fn stranger(numbers: &mut Numbers, vocab: u32) -> Request {
     };
     let len = 1 + numbers.below(60);
     Request {
-        max_tokens: Some(1 + numbers.below(40)),
+        max_tokens: Some(15 + numbers.below(25)),
         logprobs: (numbers.below(2) == 0).then_some(5),
         prompt_logprobs: (numbers.below(4) == 0).then_some(1),
         ..Request::new(numbers.prompt(len, vocab), sampling)
@@ -111,38 +111,30 @@ impl<'a> Setup<'a> {
         self.run(|rig| requests.into_iter().flat_map(|request| bits(rig.ask([request]))).collect())
     }
 
-    /// With `n` strangers around each, some of which are under way when the subjects come.
-    fn among(&self, n: usize, requests: Vec<Request>, seed: u64) -> Vec<Bits> {
+    /// All together with `n` strangers, a third of which decode by the time that the others arrive. Also returns how many
+    /// sequences shared a step.
+    fn among(&self, n: usize, subjects: Vec<Request>, seed: u64) -> (Vec<Bits>, u32) {
         self.run(|rig| {
             let mut numbers = Numbers(seed);
-            let mut strangers = Vec::new();
-            let early = n.div_ceil(3);
-            for _ in 0..early {
-                strangers.push(rig.start(stranger(&mut numbers, rig.vocab)));
+            let mut stranger = || stranger(&mut numbers, rig.vocab);
+            let mut strangers: Vec<_> = (1..n.div_ceil(3)).map(|_| rig.start(stranger())).collect();
+            // While this one holds the engine up, everybody else arrives.
+            let (last_early, go) = rig.start_held(stranger());
+            strangers.push(last_early);
+            let mut answers = Vec::new();
+            for request in subjects {
+                strangers.extend((strangers.len()..n).take(n / 5).map(|_| rig.start(stranger())));
+                answers.push(rig.start(request));
             }
-            if let Some(first) = strangers.first() {
-                first.first_token();
-            }
-            let mut subjects = Vec::new();
-            let each = (n - early).div_ceil(requests.len());
-            for request in requests {
-                subjects.push(rig.start(request));
-                for _ in 0..each.min(n - strangers.len()) {
-                    strangers.push(rig.start(stranger(&mut numbers, rig.vocab)));
-                }
-            }
-            assert_eq!(strangers.len(), n);
-            let outputs = subjects.into_iter().map(|answer| answer.wait()).collect();
+            strangers.extend((strangers.len()..n).map(|_| rig.start(stranger())));
+            drop(go);
+            let outputs = answers.into_iter().map(Answer::wait).collect();
             strangers.into_iter().for_each(|answer| drop(answer.wait().complete()));
             let crowd = rig.engine.last_steps(usize::MAX).iter().map(|step| step.seqs).max().unwrap_or(0);
-            assert!(n < 31 || crowd as usize > n, "{crowd} sequences shared a step at most");
-            bits(outputs)
+            (bits(outputs), crowd)
         })
     }
 }
-
-/// See [`Output::bits`].
-type Bits = Vec<(u32, Option<u32>, Vec<(u32, u32)>)>;
 
 fn bits(outputs: Vec<Output>) -> Vec<Bits> {
     outputs.into_iter().map(|output| output.complete().bits()).collect()
@@ -167,20 +159,31 @@ fn compare(case: &str, got: &[Bits], want: &[Bits]) -> usize {
     n
 }
 
-/// Other ways to run the same requests, all with the best instructions of the machine.
+/// How many logprobs the subjects get for a prompt of `len` tokens: one and 20 alternatives a position.
+fn logprobs_of(len: usize) -> usize {
+    21 * (len - 1 + 3 * N_NEW as usize)
+}
+
+/// Nine other ways to run the same requests, all with the best instructions of the machine.
 fn other_ways(model: &Path, subjects: impl Fn() -> Vec<Request>, want: &[Bits], chunks: &[usize]) -> usize {
     let mut n = 0;
     for &rows in chunks {
         let setup = Setup { threads: 1 + rows % 3, ..Setup::new(model).rows(rows) };
         n += compare(&format!("chunks of {rows}"), &setup.alone(subjects()), want);
     }
-    for threads in [1, 2, 3] {
-        let setup = Setup { threads, ..Setup::new(model) };
-        n += compare(&format!("31 strangers, {threads} threads"), &setup.among(31, subjects(), threads as u64), want);
+    // Prompts run in steps as large as they come, so that all are in the same steps in the end.
+    let large = EngineConfig { mixed_step_ms: 1e9, ..EngineConfig::default() };
+    for threads in [1, 2] {
+        let setup = Setup { threads, config: large.clone(), ..Setup::new(model) };
+        let (got, crowd) = setup.among(31, subjects(), threads as u64);
+        assert!(crowd >= 32, "{crowd} sequences shared a step at most");
+        n += compare(&format!("31 strangers, {threads} threads"), &got, want);
     }
     let small = EngineConfig { mixed_step_ms: 0.01, ..EngineConfig::default() };
-    let setup = Setup { config: small, ..Setup::new(model) };
-    n += compare("small mixed steps", &setup.among(5, subjects(), 40), want);
+    for (threads, config) in [(2, small), (3, EngineConfig::default())] {
+        let setup = Setup { threads, config, ..Setup::new(model) };
+        n += compare(&format!("mixed steps, {threads} threads"), &setup.among(12, subjects(), 40).0, want);
+    }
     n
 }
 
@@ -213,13 +216,13 @@ fn tiny_models() {
             for threads in [1, 2, 3] {
                 let setup = Setup { isa, threads, ..Setup::new(&model) };
                 n += compare(&format!("{name}, {isa:?}"), &setup.alone(subjects(&prompt, 11)), &want);
-                n += compare(&format!("{name}, {isa:?}, mixed"), &setup.among(7, subjects(&prompt, 11), 5), &want);
+                n += compare(&format!("{name}, {isa:?}, mixed"), &setup.among(7, subjects(&prompt, 11), 5).0, &want);
             }
         }
         controls(&model, &prompt, &want);
     }
     println!("{n} logprobs compared, with {:?}", Isa::available());
-    assert!(n > 500_000, "{n}");
+    assert_eq!(n, 5 * (9 + 6 * Isa::available().len()) * logprobs_of(140));
 }
 
 #[test]
@@ -237,8 +240,8 @@ fn smollm2() {
     let want = Setup::new(&model).alone(subjects(short, 11));
     for &isa in Isa::available() {
         let setup = Setup { isa, threads: 3, ..Setup::new(&model) };
-        n += compare(&format!("{isa:?}"), &setup.among(0, subjects(short, 11), 1), &want);
+        n += compare(&format!("{isa:?}"), &setup.alone(subjects(short, 11)), &want);
     }
     println!("{n} logprobs compared, with {:?}", Isa::available());
-    assert!(n > 40_000, "{n}");
+    assert_eq!(n, 9 * logprobs_of(140) + Isa::available().len() * logprobs_of(12));
 }

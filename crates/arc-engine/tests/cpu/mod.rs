@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each test binary uses a part")]
 
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use arc_device::cpu::Cpu;
@@ -11,7 +11,7 @@ use arc_device::step::{BLOCK_TOKENS, Limits};
 use arc_engine::engine::{self, EngineConfig, EngineHandle};
 use arc_engine::load::{LoadError, ModelFile};
 use arc_engine::model::{Model, ModelConfig};
-use arc_engine::request::{Event, FinishReason, Finished, Request, TokenEvent};
+use arc_engine::request::{Event, EventSink, FinishReason, Finished, Request, TokenEvent};
 use arc_engine::runner::Runner;
 
 /// SmolLM2-135M-Instruct.
@@ -66,10 +66,37 @@ impl Rig {
         Answer(events)
     }
 
+    /// Submits a request that holds the whole engine up at its first token, until the sender of what comes back with the
+    /// answer is used or dropped.
+    pub fn start_held(&self, request: Request) -> (Answer, Sender<()>) {
+        let (to, events) = channel();
+        let (go, gate) = channel();
+        let sink = Held { to, gate: Some(gate) };
+        self.engine.submit(request, Box::new(sink)).expect("a valid request and a place in the queue");
+        (Answer(events), go)
+    }
+
     /// Answers of requests that run together.
     pub fn ask(&self, requests: impl IntoIterator<Item = Request>) -> Vec<Output> {
         let answers: Vec<Answer> = requests.into_iter().map(|request| self.start(request)).collect();
         answers.into_iter().map(Answer::wait).collect()
+    }
+}
+
+/// A sink that does what none should: it blocks, once.
+struct Held {
+    to: Sender<Event>,
+    gate: Option<Receiver<()>>,
+}
+
+impl EventSink for Held {
+    fn send(&mut self, event: Event) -> bool {
+        if let Event::Token(_) = event
+            && let Some(gate) = self.gate.take()
+        {
+            let _ = gate.recv();
+        }
+        self.to.send(event).is_ok()
     }
 }
 
@@ -86,6 +113,9 @@ pub fn score(prompt: &[u32], top: u32) -> Request {
 
 /// A request under way.
 pub struct Answer(Receiver<Event>);
+
+/// Id, logprob and alternatives of each scored or drawn token, numbers as bits.
+pub type Bits = Vec<(u32, Option<u32>, Vec<(u32, u32)>)>;
 
 /// Everything that a request got.
 #[derive(Debug)]
@@ -108,7 +138,7 @@ impl Output {
     }
 
     /// Tokens, logprobs and alternatives, prompt first, as bits: equal where, and only where, all numbers are the same.
-    pub fn bits(&self) -> Vec<(u32, Option<u32>, Vec<(u32, u32)>)> {
+    pub fn bits(&self) -> Bits {
         let bits = |token: &TokenEvent| {
             let top = token.top.iter().map(|&(id, logprob)| (id, logprob.to_bits())).collect();
             (token.id, token.logprob.map(f32::to_bits), top)
@@ -118,17 +148,6 @@ impl Output {
 }
 
 impl Answer {
-    /// The first token, while the request goes on.
-    pub fn first_token(&self) -> TokenEvent {
-        loop {
-            match self.next() {
-                Event::Token(token) => return token,
-                Event::Prompt(_) => {}
-                Event::Finished(finished) => panic!("no token: {finished:?}"),
-            }
-        }
-    }
-
     /// Waits for the end.
     pub fn wait(self) -> Output {
         let (mut scores, mut tokens) = (Vec::new(), Vec::new());
