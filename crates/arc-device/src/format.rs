@@ -19,12 +19,16 @@
 //!
 //! Source of the layouts: the GGUF specification and the `gguf` Python package, against which the decoder is tested.
 
+pub mod fp4;
+pub mod fp8;
 pub mod half;
 mod iq2;
 mod unpack;
 
 pub(crate) use unpack::FP4_DOUBLED;
 
+#[cfg(test)]
+mod sweep;
 #[cfg(test)]
 mod tests;
 

@@ -75,8 +75,16 @@ pub const fn e8m0_half_to_f32(byte: u8) -> f32 {
     f32::from_bits(if byte < 2 { 0x0020_0000 << byte } else { (byte as u32 - 1) << 23 })
 }
 
+/// The smallest E8M0 scale that is not below `value`: `2^ceil(log2(value))`. Read off the bits, not computed by a
+/// logarithm that may be wrong at the powers themselves. `value` must be positive, normal and at most 2^127.
+pub const fn f32_to_e8m0_up(value: f32) -> u8 {
+    let bits = value.to_bits();
+    (bits >> 23) as u8 + (bits & 0x7f_ffff != 0) as u8
+}
+
 /// `bits >> shift` rounded to nearest, ties to even. `1 <= shift <= 31`; `bits` far enough below 2^32 not to wrap.
-const fn round_shift(bits: u32, shift: u32) -> u32 {
+#[inline(always)]
+pub(super) const fn round_shift(bits: u32, shift: u32) -> u32 {
     let odd = bits >> shift & 1;
     (bits + ((1 << (shift - 1)) - 1) + odd) >> shift
 }
@@ -143,5 +151,20 @@ mod tests {
             }
         }
         assert!(e8m0_to_f32(255).is_nan());
+    }
+
+    #[test]
+    fn a_scale_is_the_next_power_of_two_and_a_power_is_its_own() {
+        for byte in 1..=254 {
+            let power = e8m0_to_f32(byte);
+            let [below, above] = [power.to_bits() - 1, power.to_bits() + 1].map(f32::from_bits);
+            assert_eq!(f32_to_e8m0_up(power), byte);
+            if byte > 1 {
+                assert_eq!(f32_to_e8m0_up(below), byte, "just below 2^{}", i32::from(byte) - 127);
+            }
+            if byte < 254 {
+                assert_eq!(f32_to_e8m0_up(above), byte + 1, "just above 2^{}", i32::from(byte) - 127);
+            }
+        }
     }
 }
