@@ -4,4 +4,5 @@ pub mod glu;
 pub mod kv;
 pub mod matmul;
 pub mod norm;
+pub mod quant;
 pub mod sample;
