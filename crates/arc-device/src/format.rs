@@ -23,6 +23,7 @@ pub mod fp4;
 pub mod fp8;
 pub mod half;
 mod iq2;
+pub mod repack;
 mod unpack;
 
 pub(crate) use unpack::FP4_DOUBLED;
@@ -65,6 +66,9 @@ pub enum Format {
     Iq2Xxs,
     /// FP4 (E2M1) codes, one power-of-two scale (E8M0) per 32 values.
     Mxfp4,
+    /// FP8 (E4M3) codes, one power-of-two scale (E8M0) per 128 values. A block is the scale, then the codes. Ours: what
+    /// [`repack::fp8_rows`] makes of codes whose scales stand for squares of 128 x 128.
+    Fp8,
 }
 
 /// What the codes of an integer-coded format look like: constants of the format.
@@ -81,7 +85,7 @@ pub struct Codes {
 /// How a format stores numbers: as floats, or as integer codes with one of the two kinds of [`Scales`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Coding {
-    /// F32, F16, BF16: there is no integer view.
+    /// F32, F16, BF16, FP8: there is no integer view.
     Float,
     /// One f32 scale per 32 values ([`Scales::PerBlock`]).
     PerBlock(Codes),
@@ -123,7 +127,7 @@ pub struct Block32 {
 
 impl Format {
     /// Every format, in the order of the enum.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::F32,
         Self::F16,
         Self::Bf16,
@@ -139,13 +143,15 @@ impl Format {
         Self::Q6K,
         Self::Iq2Xxs,
         Self::Mxfp4,
+        Self::Fp8,
     ];
 
-    /// Values in a block: 1, 32 or 256.
+    /// Values in a block: 1, 32, 128 or 256.
     pub const fn block_len(self) -> usize {
         match self {
             Self::F32 | Self::F16 | Self::Bf16 => 1,
             Self::Q8_0 | Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 | Self::Mxfp4 => 32,
+            Self::Fp8 => 128,
             Self::Q2K | Self::Q3K | Self::Q4K | Self::Q5K | Self::Q6K | Self::Iq2Xxs => 256,
         }
     }
@@ -167,6 +173,7 @@ impl Format {
             Self::Q6K => 210,
             Self::Iq2Xxs => 66,
             Self::Mxfp4 => 17,
+            Self::Fp8 => 129,
         }
     }
 
@@ -196,6 +203,7 @@ impl Format {
             Self::Q6K => "q6_k",
             Self::Iq2Xxs => "iq2_xxs",
             Self::Mxfp4 => "mxfp4",
+            Self::Fp8 => "fp8",
         }
     }
 
@@ -204,9 +212,9 @@ impl Format {
         Self::ALL.into_iter().find(|format| format.name().eq_ignore_ascii_case(name))
     }
 
-    /// The format's GGUF tensor type code.
-    pub const fn ggml_type(self) -> u32 {
-        match self {
+    /// The format's GGUF tensor type code; `None` where GGUF has no such type.
+    pub const fn ggml_type(self) -> Option<u32> {
+        Some(match self {
             Self::F32 => 0,
             Self::F16 => 1,
             Self::Q4_0 => 2,
@@ -222,12 +230,13 @@ impl Format {
             Self::Iq2Xxs => 16,
             Self::Bf16 => 30,
             Self::Mxfp4 => 39,
-        }
+            Self::Fp8 => return None,
+        })
     }
 
     /// The format of a GGUF tensor type code; `None` for codes that Arc does not read.
     pub fn from_ggml_type(code: u32) -> Option<Self> {
-        Self::ALL.into_iter().find(|format| format.ggml_type() == code)
+        Self::ALL.into_iter().find(|format| format.ggml_type() == Some(code))
     }
 
     /// How the format stores numbers, with the constants of its codes.
@@ -236,7 +245,7 @@ impl Format {
             Codes { offset, max, has_min }
         }
         match self {
-            Self::F32 | Self::F16 | Self::Bf16 => Coding::Float,
+            Self::F32 | Self::F16 | Self::Bf16 | Self::Fp8 => Coding::Float,
             Self::Q8_0 => Coding::PerBlock(codes(128, 255, false)),
             Self::Q4_0 => Coding::PerBlock(codes(8, 15, false)),
             Self::Q4_1 | Self::Q4K => Coding::PerBlock(codes(0, 15, true)),
@@ -263,8 +272,8 @@ impl Format {
     /// `row`: the bytes of the row, or of any run of whole blocks. Panics for a float format and for an index past the
     /// end of the row.
     pub fn unpack32(self, row: &[u8], block_idx: usize) -> Block32 {
+        assert!(self.coding() != Coding::Float, "{} has no integer view", self.name());
         let per_block = self.block_len() / 32;
-        assert!(per_block > 0, "{} has no integer view", self.name());
         let start = block_idx / per_block * self.block_bytes();
         let block = &row[start..start + self.block_bytes()];
         unpack::unpack(self, block, block_idx % per_block)
@@ -300,6 +309,12 @@ impl Format {
     }
 
     fn decode_floats(self, src: &[u8], out: &mut [f32]) {
+        if self == Self::Fp8 {
+            for (block, out) in src.chunks_exact(self.block_bytes()).zip(out.chunks_exact_mut(self.block_len())) {
+                fp8::decode_e4m3(&block[1..], half::e8m0_to_f32(block[0]), out);
+            }
+            return;
+        }
         let u16_at = |i: usize| u16::from_le_bytes([src[2 * i], src[2 * i + 1]]);
         for (i, out) in out.iter_mut().enumerate() {
             *out = match self {

@@ -9,11 +9,15 @@ struct Golden {
     values: Vec<f32>,
 }
 
+fn in_gguf() -> Vec<Format> {
+    Format::ALL.into_iter().filter(|format| format.ggml_type().is_some()).collect()
+}
+
 fn golden() -> Vec<Golden> {
     let mut rest = GOLDEN;
     let mut take = |n: usize| rest.split_off(..n).expect("the golden file is whole");
     let mut all = Vec::new();
-    for _ in 0..Format::ALL.len() {
+    for _ in 0..in_gguf().len() {
         let len = take(1)[0];
         let name = str::from_utf8(take(len.into())).expect("a name");
         let format = Format::from_name(name).expect("a known name");
@@ -39,7 +43,8 @@ fn assert_bits(format: Format, ours: &[f32], theirs: &[f32]) {
 #[test]
 fn decoding_equals_the_gguf_package_bit_for_bit() {
     let golden = golden();
-    assert_eq!(golden.iter().map(|g| g.format).collect::<Vec<_>>(), Format::ALL);
+    assert_eq!(golden.iter().map(|g| g.format).collect::<Vec<_>>(), in_gguf());
+    assert_eq!(golden.len(), 15);
     for Golden { format, bytes, values } in golden {
         let mut out = vec![0.0; values.len()];
         format.decode_row(&bytes, &mut out);
@@ -113,8 +118,8 @@ fn names_and_codes_lead_back_to_the_format() {
     }
     assert_eq!(Format::from_name("q4"), None);
     let known = (0..64).filter_map(Format::from_ggml_type).collect::<std::collections::BTreeSet<_>>();
-    assert_eq!(known.len(), Format::ALL.len());
-    assert!(Format::ALL.iter().all(|&format| Format::from_ggml_type(format.ggml_type()) == Some(format)));
+    assert_eq!(known.into_iter().collect::<Vec<_>>(), in_gguf());
+    assert!(in_gguf().iter().all(|&format| format.ggml_type().and_then(Format::from_ggml_type) == Some(format)));
 }
 
 #[test]

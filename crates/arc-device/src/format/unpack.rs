@@ -13,7 +13,7 @@ pub(crate) const FP4_DOUBLED: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11
 /// The group `s` of 32 values of one block. `block` has exactly `format.block_bytes()` bytes.
 pub(super) fn unpack(format: Format, block: &[u8], s: usize) -> Block32 {
     match format {
-        Format::F32 | Format::F16 | Format::Bf16 => unreachable!("float formats have no integer view"),
+        Format::F32 | Format::F16 | Format::Bf16 | Format::Fp8 => unreachable!("float formats have no integer view"),
         Format::Q8_0 => q8_0(block),
         Format::Q4_0 => q4_0(block),
         Format::Q4_1 => q4_1(block),

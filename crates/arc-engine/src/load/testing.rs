@@ -105,7 +105,7 @@ impl GgufWriter {
             name: name.into(),
             dims: shape.iter().rev().map(|&dim| dim as u64).collect(),
             n_dims: None,
-            code: format.ggml_type(),
+            code: format.ggml_type().expect("GGUF has the format"),
             offset: None,
             data,
         });

@@ -18,7 +18,8 @@
 use super::{MatrixSource, SLICE};
 use crate::cpu::buf::Aligned;
 use crate::cpu::team::Team;
-use crate::format::half::{bf16_to_f32, e8m0_half_to_f32, f16_to_f32};
+use crate::format::fp8::e4m3_to_f32;
+use crate::format::half::{bf16_to_f32, e8m0_half_to_f32, e8m0_to_f32, f16_to_f32};
 use crate::format::{Coding, Format, Scales};
 use crate::simd::{Isa, prefetch_lines};
 
@@ -117,7 +118,7 @@ const fn header_bytes(format: Format) -> usize {
         Format::Q2K => 4 + 16,
         Format::Q3K => 2 + 12,
         Format::Q6K => 2 + 16,
-        Format::F32 | Format::F16 | Format::Bf16 | Format::Iq2Xxs => 0,
+        Format::F32 | Format::F16 | Format::Bf16 | Format::Fp8 | Format::Iq2Xxs => 0,
     }
 }
 
@@ -132,7 +133,7 @@ const fn header_ranges(format: Format) -> &'static [(usize, usize)] {
         Format::Q2K => &[(80, 82), (82, 84), (0, 16)],
         Format::Q3K => &[(108, 110), (96, 108)],
         Format::Q6K => &[(208, 210), (192, 208)],
-        Format::F32 | Format::F16 | Format::Bf16 | Format::Iq2Xxs => &[],
+        Format::F32 | Format::F16 | Format::Bf16 | Format::Fp8 | Format::Iq2Xxs => &[],
     }
 }
 
@@ -145,7 +146,7 @@ const fn plane_bytes(format: Format) -> usize {
         Format::Q6K => 256 + 128,
         Format::Q2K => 128,
         Format::Q3K => 128 + 64,
-        Format::F32 | Format::F16 | Format::Bf16 | Format::Iq2Xxs => 0,
+        Format::F32 | Format::F16 | Format::Bf16 | Format::Fp8 | Format::Iq2Xxs => 0,
     }
 }
 
@@ -159,6 +160,13 @@ fn pack_tile(format: Format, rows: &[u8], row_bytes: usize, tile: &mut [u8]) {
     let unit_bytes = TILE * block_bytes;
     for (row, bytes) in rows.chunks_exact(row_bytes).enumerate() {
         for (block, unit) in bytes.chunks_exact(block_bytes).zip(tile.chunks_exact_mut(unit_bytes)) {
+            if format == Format::Fp8 {
+                // Every byte is a plane of 16: the scales, then the codes of one value of each row.
+                for (i, byte) in block.iter().enumerate() {
+                    unit[TILE * i + row] = *byte;
+                }
+                continue;
+            }
             if format.coding() == Coding::Float {
                 // One value of each row, side by side.
                 unit[row * block_bytes..(row + 1) * block_bytes].copy_from_slice(block);
@@ -263,7 +271,7 @@ impl Slice {
 pub(crate) fn unpack_slice(isa: Isa, format: Format, tile: &[u8], first: usize, n: usize, slice: &mut Slice) {
     let unit_bytes = TILE * format.block_bytes();
     match format {
-        Format::F32 | Format::F16 | Format::Bf16 => unreachable!("float tiles are not sliced"),
+        Format::F32 | Format::F16 | Format::Bf16 | Format::Fp8 => unreachable!("float tiles are not sliced"),
         Format::Iq2Xxs => unpack_rows(format, tile, first, n, slice),
         Format::Q2K | Format::Q3K | Format::Q4K | Format::Q5K | Format::Q6K => {
             let unit = &tile[first / 8 * unit_bytes..][..unit_bytes];
@@ -387,7 +395,7 @@ fn unpack_codes(format: Format, planes: &[u8], codes: &mut [u8; 512]) {
                 bits(&planes[128..], codes, 2);
             }
         }
-        Format::F32 | Format::F16 | Format::Bf16 | Format::Iq2Xxs => unreachable!("no planes"),
+        Format::F32 | Format::F16 | Format::Bf16 | Format::Fp8 | Format::Iq2Xxs => unreachable!("no planes"),
     }
 }
 
@@ -452,10 +460,21 @@ fn f16_lanes(isa: Isa, bytes: &[u8]) -> [f32; TILE] {
     std::array::from_fn(|row| f16_to_f32(u16::from_le_bytes([bytes[2 * row], bytes[2 * row + 1]])))
 }
 
-/// Columns `first .. first + n` of a float tile as f32, `out[k][row]`.
+/// Columns `first .. first + n` of a float tile as f32, `out[k][row]`; `first` is a slice border.
 #[inline(always)]
 pub(crate) fn unpack_floats(isa: Isa, format: Format, tile: &[u8], first: usize, out: &mut [[f32; TILE]]) {
     let unit_bytes = TILE * format.block_bytes();
+    if format == Format::Fp8 {
+        let units = tile[first / format.block_len() * unit_bytes..].chunks_exact(unit_bytes);
+        for (unit, out) in units.zip(out.chunks_mut(format.block_len())) {
+            let (scales, codes) = unit.split_at(TILE);
+            let scales: [f32; TILE] = std::array::from_fn(|row| e8m0_to_f32(scales[row]));
+            for (codes, out) in codes.chunks_exact(TILE).zip(out) {
+                *out = std::array::from_fn(|row| e4m3_to_f32(codes[row]) * scales[row]);
+            }
+        }
+        return;
+    }
     let units = tile[first * unit_bytes..][..out.len() * unit_bytes].chunks_exact(unit_bytes);
     for (unit, out) in units.zip(out) {
         match format {

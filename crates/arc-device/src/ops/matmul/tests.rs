@@ -33,6 +33,11 @@ fn random_rows(format: Format, rows: usize, cols: usize, random: &mut Random) ->
                 block.copy_from_slice(&((0x3000 + (random.next() % 0x0c00) as u16) | sign).to_le_bytes());
             }
             Format::Mxfp4 => block[0] = 120 + (random.next() % 8) as u8,
+            Format::Fp8 => {
+                block[0] = 112 + (random.next() % 8) as u8;
+                // 0x7f and 0xff are NaN.
+                block[1..].iter_mut().for_each(|code| *code ^= u8::from(*code & 0x7f == 0x7f));
+            }
             Format::Q2K => {
                 block[80..82].copy_from_slice(&scale(random));
                 block[82..84].copy_from_slice(&scale(random));
@@ -109,7 +114,12 @@ fn every_format_set_and_thread_count_gives_the_bits_of_the_text() {
     let mut compared = 0;
     for format in Format::ALL {
         // Partial tiles, one slice and several, and a last slice that is short.
-        for (n_out, cols) in [(1, 256), (35, 512), (48, if format.block_len() == 256 { 768 } else { 576 })] {
+        let long = match format.block_len() {
+            256 => 768,
+            128 => 640,
+            _ => 576,
+        };
+        for (n_out, cols) in [(1, 256), (35, 512), (48, long)] {
             let bytes = random_rows(format, n_out, cols, &mut random);
             let rows = 21;
             let mut x: Vec<f32> = (0..rows * cols).map(|_| random.unit() * 4.0).collect();
@@ -232,7 +242,7 @@ fn extreme_codes_and_activations_do_not_saturate() {
 #[test]
 fn a_poisoned_block_makes_its_row_nan_and_no_other() {
     let mut random = Random(5);
-    for format in [Format::Q8_0, Format::Q4_1, Format::F16] {
+    for format in [Format::Q8_0, Format::Q4_1, Format::F16, Format::Fp8] {
         let cols = 256;
         let bytes = random_rows(format, 16, cols, &mut random);
         let mut team = Team::new(2);
