@@ -21,8 +21,8 @@ use arc_engine::{
 
 use crate::{
     config::{Config, SampleOn},
-    model_text::ModelText,
-    text::{Tokenizer, TokenizerError},
+    model_text::{ChatMessage, ModelText, PromptError, Role},
+    text::{TemplateError, Tokenizer, TokenizerError},
 };
 
 /// Context where neither the model nor the user wants less.
@@ -62,6 +62,12 @@ pub enum OpenError {
         tokens: usize,
         /// Rows of the embedding.
         vocab: usize,
+    },
+    /// The chat template does not come to an end on a one-word conversation.
+    #[error("{}: the chat template does not end; the model cannot be trusted", path.display())]
+    EndlessTemplate {
+        /// The file or folder.
+        path: PathBuf,
     },
     /// The context that was asked for is more than the model has.
     #[error("context is {asked}, but the model was made for {model}")]
@@ -197,10 +203,17 @@ pub fn start(described: &Described, config: &Config, sizes: Sizes) -> Result<Run
         let model = Model::load(&mut device, &file, &model, &limits)?;
         Ok::<_, LoadError>(Runner::new(device, model))
     };
+    let context = u32::try_from(limits.context.min(limits.blocks * BLOCK_TOKENS)).unwrap_or(u32::MAX);
+    let text = ModelText::new(tokenizer, context);
+    // A template that never ends leaves a thread behind that nothing can stop, so it is found before anybody is served.
+    // Other refusals may be about this conversation alone.
+    let greeting = [ChatMessage::new(Role::User, "hello")];
+    if let Err(PromptError::Template(TemplateError::Stuck)) = text.encode_chat(&greeting, None) {
+        return Err(OpenError::EndlessTemplate { path: described.path.clone() });
+    }
     let engine =
         engine::spawn(engine_config(config), limits, vocab, make).map_err(|e| OpenError::Start(e.to_string()))?;
-    let context = u32::try_from(limits.context.min(limits.blocks * BLOCK_TOKENS)).unwrap_or(u32::MAX);
-    Ok(Running { engine, text: Arc::new(ModelText::new(tokenizer, context)) })
+    Ok(Running { engine, text: Arc::new(text) })
 }
 
 fn engine_config(config: &Config) -> EngineConfig {

@@ -148,20 +148,7 @@ fn cut_files_and_missing_parts_are_refused() {
 fn both_kinds_of_files_run_and_agree() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     for name in ["llama", "qwen2", "qwen3", "gemma3"] {
-        let folder = dir.path().join(name);
-        fs::create_dir(&folder).expect("the temporary folder is writable");
-        for entry in fs::read_dir(tiny(name)).expect("the fixture is committed").flatten() {
-            fs::copy(entry.path(), folder.join(entry.file_name())).expect("the fixture is committed");
-        }
-        let tokenizer = folder.join("tokenizer.json");
-        let mut json: serde_json::Value =
-            serde_json::from_slice(&fs::read(&tokenizer).expect("the fixture is committed")).expect("it is JSON");
-        if name.starts_with("qwen") {
-            json["normalizer"] = serde_json::json!({"type": "NFC"});
-        } else {
-            json["model"]["ignore_merges"] = true.into();
-        }
-        fs::write(&tokenizer, json.to_string()).expect("the temporary folder is writable");
+        let folder = safetensors_copy(dir.path(), name);
         let text = |path: &Path| {
             let args = ["--raw", "--temp", "0", "-n", "8", "hello"];
             let output = output_with(arc().arg("run").arg(path).args(args), b"");
@@ -170,5 +157,44 @@ fn both_kinds_of_files_run_and_agree() {
         };
         let (folder, gguf) = (text(&folder), text(&tiny(name).join("model.gguf")));
         assert_eq!(String::from_utf8_lossy(&folder), String::from_utf8_lossy(&gguf), "{name}");
+    }
+}
+
+/// A copy of a tiny model's folder whose tokenizer.json names a pre-tokenizer that Arc knows.
+fn safetensors_copy(dir: &Path, name: &str) -> PathBuf {
+    let folder = dir.join(name);
+    fs::create_dir(&folder).expect("the temporary folder is writable");
+    for entry in fs::read_dir(tiny(name)).expect("the fixture is committed").flatten() {
+        fs::copy(entry.path(), folder.join(entry.file_name())).expect("the fixture is committed");
+    }
+    let tokenizer = folder.join("tokenizer.json");
+    let mut json: serde_json::Value =
+        serde_json::from_slice(&fs::read(&tokenizer).expect("the fixture is committed")).expect("it is JSON");
+    if name.starts_with("qwen") {
+        json["normalizer"] = serde_json::json!({"type": "NFC"});
+    } else {
+        json["model"]["ignore_merges"] = true.into();
+    }
+    fs::write(&tokenizer, json.to_string()).expect("the temporary folder is writable");
+    folder
+}
+
+/// Comparing two lists that share their halves 64 levels deep takes for ever and no fuel.
+#[test]
+fn a_template_that_never_ends_is_refused_before_serving() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let folder = safetensors_copy(dir.path(), "llama");
+    let doublings =
+        |name: &str| format!("{{% set {name} = [1] %}}") + &format!("{{% set {name} = [{name}, {name}] %}}").repeat(64);
+    let template = doublings("x") + &doublings("y") + "{{ x == y }}";
+    let config = folder.join("tokenizer_config.json");
+    let mut json: serde_json::Value =
+        serde_json::from_slice(&fs::read(&config).expect("the fixture is committed")).expect("it is JSON");
+    json["chat_template"] = template.into();
+    fs::write(&config, json.to_string()).expect("the temporary folder is writable");
+    for command in ["run", "serve"] {
+        let mut arc = arc();
+        arc.arg(command).arg(&folder);
+        refused(&mut arc, b"hello", 1, "does not end", Duration::from_secs(20));
     }
 }
