@@ -401,7 +401,7 @@ fn absent_and_unusable_tensors_are_named() {
     assert_eq!(
         message(weights.tensor("c.weight").expect_err("i32")),
         "tensor \"c.weight\" is stored as i32, which is not supported; use one of f32, f16, bf16, q8_0, q4_0, q4_1, \
-         q5_0, q5_1, q2_k, q3_k, q4_k, q5_k, q6_k, iq2_xxs, mxfp4"
+         q5_0, q5_1, q2_k, q3_k, q4_k, q5_k, q6_k, iq2_xxs, mxfp4, fp8"
     );
     assert_eq!(
         message(weights.tensor_of_shape("a.weight", &[3, 2]).expect_err("transposed")),
