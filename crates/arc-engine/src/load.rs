@@ -6,6 +6,8 @@
 //!   gguf::GgufFile              metadata() and weights()
 //!   safetensors::SafetensorsFile  folder() and weights()
 //!     Weights                   tensor(name) -> TensorRef, bytes(&TensorRef), release(&TensorRef)
+//!
+//! synthetic::Synthetic          random weights from a seed, without a file
 //! ```
 //!
 //! Opening reads headers only, in time and memory proportional to them, and never panics whatever a file contains: a
@@ -14,6 +16,7 @@
 mod error;
 pub mod gguf;
 pub mod safetensors;
+pub mod synthetic;
 #[doc(hidden)]
 pub mod testing;
 mod weights;
