@@ -28,7 +28,7 @@ fn stages(criterion: &mut Criterion) {
             let mut x = dev.alloc::<f32>("x", MemoryClass::Workspace, rows * COLS).expect("allocates");
             let mut out = dev.alloc::<f32>("out", MemoryClass::Workspace, rows * OUT).expect("allocates");
             x.iter_mut().enumerate().for_each(|(i, x)| *x = (i * 37 % 101) as f32 - 50.0);
-            dev.finish(&ModelShape { vocab: 1, hidden: COLS, post_norms: false }).expect("finishes");
+            dev.finish(&ModelShape { vocab: 1, hidden: COLS, post_norms: false, gathered: 0 }).expect("finishes");
             dev.stage(&StepDelta { rows: Some(vec![Row::default(); rows]), ..StepDelta::default() }).expect("stages");
             group.throughput(Throughput::Elements((OUT * COLS * rows) as u64));
             group.bench_function(BenchmarkId::new(format.name(), format!("{rows} rows")), |bencher| {

@@ -5,6 +5,7 @@
 
 pub(crate) mod buf;
 mod stages;
+mod stages_v4;
 mod state;
 pub(crate) mod team;
 
@@ -77,7 +78,8 @@ impl Cpu {
         let product = if shape.post_norms { rows * shape.hidden } else { 0 };
         table.add("slots and ring", MemoryClass::State, State::bytes(limits));
         table.add("attention partials", MemoryClass::Workspace, 4 * stages::PARTIALS as u64);
-        table.add("activations", MemoryClass::Workspace, (Activations::bytes(rows, max_cols) + 4 * product) as u64);
+        let acts = Activations::bytes(rows, max_cols.max(shape.gathered)) + 4 * product;
+        table.add("activations", MemoryClass::Workspace, acts as u64);
         table.add("samplers", MemoryClass::Workspace, state::sampler_bytes(limits, shape.vocab, threads));
         table
     }
@@ -110,6 +112,13 @@ impl Alloc for Cpu {
         Ok(buf)
     }
 
+    fn ids(&mut self, name: &str, values: &[u32]) -> Result<Aligned<u32>> {
+        let mut buf = Aligned::zeroed(values.len());
+        buf.copy_from_slice(values);
+        self.note(name, MemoryClass::Weights, 4 * values.len() as u64);
+        Ok(buf)
+    }
+
     fn matrix(&mut self, name: &str, parts: &[MatrixSource<'_>]) -> Result<PackedMatrix> {
         for part in parts {
             part.check(name)?;
@@ -123,7 +132,7 @@ impl Alloc for Cpu {
 
     fn finish(&mut self, shape: &ModelShape) -> Result<()> {
         let rows = self.limits.rows.max(self.limits.heads);
-        self.acts = Activations::new(rows, self.max_cols);
+        self.acts = Activations::new(rows, self.max_cols.max(shape.gathered));
         self.product = Aligned::zeroed(if shape.post_norms { rows * shape.hidden } else { 0 });
         self.state.set_vocab(shape.vocab, self.team.threads());
         for line in Cpu::own_memory(&self.limits, shape, self.max_cols, self.team.threads()).lines() {

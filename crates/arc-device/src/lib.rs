@@ -6,7 +6,7 @@
 //! |---|---|---|---|
 //! | [`Buffers`] | names the storage types | no | no |
 //! | [`Alloc`] | the loader | yes | no |
-//! | [`Ops`] | a forward pass | no | no |
+//! | [`Ops`], [`OpsV4`] | a forward pass | no | no |
 //! | [`Steps`], [`Landing`] | the runner and the burst driver | no | no ([`Landing::poll`] never blocks) |
 //! | [`Readback`] | tests and tools | no | yes |
 //!
@@ -35,6 +35,7 @@ pub mod map;
 pub mod math;
 pub mod memory;
 pub mod ops;
+pub mod ops_v4;
 pub mod rng;
 pub mod simd;
 pub mod step;
@@ -47,6 +48,7 @@ use crate::ops::glu::Activation;
 use crate::ops::kv::{AttentionConfig, Rope};
 use crate::ops::matmul::MatrixSource;
 use crate::ops::sample::SamplerConfig;
+use crate::ops_v4::OpsV4;
 use crate::step::{Landed, StepClocks, StepDelta, StepKey};
 
 /// A plain value that a buffer can hold.
@@ -76,6 +78,9 @@ pub trait Alloc: Buffers {
     /// A vector weight with these values. Errors: `OutOfMemory`.
     fn vector(&mut self, name: &str, values: &[f32]) -> Result<Self::Buf<f32>>;
 
+    /// A table of ids with these values. Errors: `OutOfMemory`.
+    fn ids(&mut self, name: &str, values: &[u32]) -> Result<Self::Buf<u32>>;
+
     /// One matrix from parts stacked along `out`; parts may differ in format but not in `in`. The values and the bytes
     /// a block are the source's; the layout is the device's. Errors: `MatrixSize`, `OutOfMemory`.
     fn matrix(&mut self, name: &str, parts: &[MatrixSource<'_>]) -> Result<Self::Matrix>;
@@ -93,6 +98,9 @@ pub struct ModelShape {
     pub hidden: usize,
     /// Whether a product is normed before it joins the residual.
     pub post_norms: bool,
+    /// Values that a stage gathers of one row before a product, where that may be more than a matrix has columns: the
+    /// heads of every group, or a copy for every chosen expert. 0 otherwise.
+    pub gathered: usize,
 }
 
 /// Root-mean-square norm as a prologue: `x[c] * rsqrt(mean(x^2) + eps) * weight[c]`. Source: Zhang & Sennrich 2019.
@@ -217,8 +225,8 @@ pub trait Ops: Buffers {
     fn commit(&mut self, rows: usize, heads: usize) -> Result<()>;
 }
 
-/// Running steps: eagerly, or recorded once and replayed.
-pub trait Steps: Ops + Landing {
+/// Running steps of any model: eagerly, or recorded once and replayed.
+pub trait Steps: OpsV4 + Landing {
     /// Runs the step of this key and returns its number, counted from 1. A recording device runs `body` at warm-up
     /// only and replays afterwards; an unknown key is then an error, never a late recording.
     fn step(&mut self, key: StepKey, body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<u64>;

@@ -4,6 +4,8 @@
 //! decode step runs on any device. The committed listings (`tests/golden/decode_step_*.txt`) make a stage too many a
 //! diff.
 
+mod v4;
+
 use std::fmt::Write;
 
 use crate::count::Counters;
@@ -132,6 +134,11 @@ impl Alloc for Trace {
     }
 
     fn vector(&mut self, name: &str, values: &[f32]) -> Result<TraceBuf> {
+        self.memory.add(name, MemoryClass::Weights, 4 * values.len() as u64);
+        Ok(TraceBuf { len: values.len() })
+    }
+
+    fn ids(&mut self, name: &str, values: &[u32]) -> Result<TraceBuf> {
         self.memory.add(name, MemoryClass::Weights, 4 * values.len() as u64);
         Ok(TraceBuf { len: values.len() })
     }

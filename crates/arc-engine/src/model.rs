@@ -51,7 +51,8 @@ impl ModelConfig {
     pub fn shape(&self) -> ModelShape {
         match self {
             ModelConfig::Decoder(config) => {
-                ModelShape { vocab: config.vocab, hidden: config.hidden, post_norms: config.post_norms }
+                let DecoderConfig { vocab, hidden, post_norms, .. } = *config;
+                ModelShape { vocab, hidden, post_norms, gathered: 0 }
             }
         }
     }

@@ -20,7 +20,7 @@ use crate::{KvLayer, Norm, Ops, QkvConfig};
 pub(super) const PARTIALS: usize = 1 << 18;
 
 impl Cpu {
-    fn count_matmul(&mut self, w: &PackedMatrix) {
+    pub(super) fn count_matmul(&mut self, w: &PackedMatrix) {
         self.counters.launches += 1;
         self.counters.weight_bytes += w.bytes() as u64;
     }

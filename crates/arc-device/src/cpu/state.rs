@@ -22,6 +22,17 @@ pub(super) struct RowInfo {
     pub slot: usize,
     pub pos: u32,
     pub token: u32,
+    /// Rows right before this one that hold the positions before it, of the same sequence.
+    pub back: u32,
+    /// Rows right after this one that hold the positions after it.
+    pub ahead: u32,
+}
+
+impl RowInfo {
+    /// Whether this row holds the position after that of `before`, of the same sequence.
+    fn follows(&self, before: &RowInfo) -> bool {
+        self.live && before.live && before.slot == self.slot && before.pos + 1 == self.pos
+    }
 }
 
 /// Neighbouring live rows of one sequence.
@@ -154,17 +165,16 @@ impl State {
         self.groups.clear();
         self.heads.clear();
         for (r, row) in self.rows.iter().enumerate() {
-            let info = resolve(&mut self.slots, row, self.vocab, self.limits.context);
+            let mut info = resolve(&mut self.slots, row, self.vocab, self.limits.context);
+            if let Some(before) = self.infos.last().filter(|before| info.follows(before)) {
+                info.back = before.back + 1;
+            }
             if row.flags & (row_flags::HEAD | row_flags::SAMPLE | row_flags::SCORE) != 0 {
                 self.heads.push(r as u32);
             }
             match self.groups.last_mut() {
                 Some(group)
-                    if info.live
-                        && group.first + group.rows == r
-                        && group.rows < GROUP_ROWS
-                        && self.infos[r - 1].slot == info.slot
-                        && self.infos[r - 1].pos + 1 == info.pos =>
+                    if info.live && info.back > 0 && group.first + group.rows == r && group.rows < GROUP_ROWS =>
                 {
                     group.rows += 1;
                 }
@@ -172,6 +182,11 @@ impl State {
                 _ => {}
             }
             self.infos.push(info);
+        }
+        for r in (1..self.infos.len()).rev() {
+            if self.infos[r].back > 0 {
+                self.infos[r - 1].ahead = self.infos[r].ahead + 1;
+            }
         }
         if self.heads.len() > self.limits.heads.min(key.heads as usize) {
             return Err(DeviceError::UnknownStep { key: format!("{key} over {} head rows", self.heads.len()) });
@@ -304,7 +319,7 @@ fn resolve(slots: &mut [Slot], row: &Row, vocab: usize, context: usize) -> RowIn
         slot.fault = landed_flags::OUT_OF_RANGE;
         return inert;
     }
-    RowInfo { live: true, slot: index, pos, token }
+    RowInfo { live: true, slot: index, pos, token, ..RowInfo::default() }
 }
 
 /// A head row's entry, before `emit` decides whether it ended.

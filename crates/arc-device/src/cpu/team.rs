@@ -17,6 +17,7 @@ const SPIN: Duration = Duration::from_micros(20);
 pub struct Scratch {
     pub(crate) matmul: Box<crate::ops::matmul::cpu::Work>,
     pub(crate) attention: Box<crate::ops::kv::cpu::Work>,
+    pub(crate) latent: Box<crate::ops::latent::Work>,
 }
 
 type Task<'a> = dyn Fn(usize, &mut Scratch) + Sync + 'a;

@@ -17,6 +17,12 @@ pub(crate) fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
     scale_in_place(x, weight, factor);
 }
 
+/// Normalises one row in place, without weights.
+pub(crate) fn rms_scale(x: &mut [f32], eps: f32) {
+    let factor = factor(x, eps);
+    x.iter_mut().for_each(|x| *x *= factor);
+}
+
 fn factor(x: &[f32], eps: f32) -> f32 {
     rsqrt(sum_sq(x) / x.len() as f32 + eps)
 }

@@ -1,5 +1,7 @@
 //! Matmul on the CPU: quantised activations, and the walk over tiles.
 
+use std::ops::Range;
+
 use super::SLICE;
 use super::kernel::{Quantised, Shape, dot_slice};
 use super::pack::{PackedMatrix, Part, SLICE_BLOCKS, Slice, TILE, unpack_floats, unpack_slice};
@@ -18,7 +20,6 @@ pub(crate) struct Activations {
     sums: Aligned<i32>,
     /// `[rows, cols]`, for float formats and as the place where a norm leaves its result.
     pub floats: Aligned<f32>,
-    max_rows: usize,
 }
 
 impl Activations {
@@ -31,7 +32,6 @@ impl Activations {
             d: Aligned::zeroed(max_rows * cols / 32),
             sums: Aligned::zeroed(max_rows * cols / 16),
             floats: Aligned::zeroed(max_rows * cols),
-            max_rows,
         }
     }
 
@@ -49,9 +49,19 @@ impl Activations {
         rows: usize,
         prepare: &(dyn Fn(usize, &mut [f32]) + Sync),
     ) {
-        let cols = w.cols;
-        assert!(rows <= self.max_rows && rows * cols <= self.floats.len(), "{rows} rows of {cols}");
-        let quantise = w.reads_quantised();
+        self.fill_rows(team, w.cols, w.reads_quantised(), rows, prepare);
+    }
+
+    /// As [`Self::fill`] for any number of rows of `cols` values that fit; int8 values where `quantise`.
+    pub fn fill_rows(
+        &mut self,
+        team: &mut Team,
+        cols: usize,
+        quantise: bool,
+        rows: usize,
+        prepare: &(dyn Fn(usize, &mut [f32]) + Sync),
+    ) {
+        assert!(rows * cols <= self.floats.len(), "{rows} rows of {cols}");
         let (floats, q, d, sums) = (self.floats.shared(), self.q.shared(), self.d.shared(), self.sums.shared());
         team.run(rows, &|r, _| {
             // SAFETY: a row is written by one task, in each of the four buffers.
@@ -153,6 +163,46 @@ pub(crate) fn matmul_pairs(
                 sink(t * TILE, TILE.min(a.rows - t * TILE), row, &mut first[..n], &second[..n]);
             }
         });
+    });
+}
+
+/// Tile `t` of one part of `w` over some activation rows: `sink(first_out, n_out, row, block)`, outputs counted in the
+/// part. For parts that meet rows of their own.
+pub(crate) fn part_tile(
+    work: &mut Work,
+    w: &PackedMatrix,
+    part: usize,
+    t: usize,
+    x: &Activations,
+    rows: Range<usize>,
+    sink: &mut dyn FnMut(usize, usize, usize, &Block),
+) {
+    let part = &w.parts[part];
+    for_row_blocks(rows.len(), |row, n| {
+        let acc = &mut work.acc[0][..n];
+        tile_product(part, t, w.cols, x, rows.start + row, acc, &mut work.scratch);
+        sink(t * TILE, TILE.min(part.rows - t * TILE), rows.start + row, acc);
+    });
+}
+
+/// As [`part_tile`] for two parts of equal rows at once: `sink(first_out, n_out, row, first, second)`, where `first` may be
+/// overwritten.
+pub(crate) fn part_pair_tile(
+    work: &mut Work,
+    w: &PackedMatrix,
+    parts: [usize; 2],
+    t: usize,
+    x: &Activations,
+    rows: Range<usize>,
+    sink: &mut dyn FnMut(usize, usize, usize, &mut Block, &Block),
+) {
+    let [a, b] = parts.map(|part| &w.parts[part]);
+    assert_eq!(a.rows, b.rows, "the parts of a gated unit have equal rows");
+    for_row_blocks(rows.len(), |row, n| {
+        let [first, second] = &mut work.acc;
+        tile_product(a, t, w.cols, x, rows.start + row, &mut first[..n], &mut work.scratch);
+        tile_product(b, t, w.cols, x, rows.start + row, &mut second[..n], &mut work.scratch);
+        sink(t * TILE, TILE.min(a.rows - t * TILE), rows.start + row, &mut first[..n], &second[..n]);
     });
 }
 

@@ -103,6 +103,11 @@ impl Part {
         self.rows.div_ceil(TILE)
     }
 
+    /// First output of a tile, counted in the part, and how many it has.
+    pub fn tile_columns(&self, t: usize) -> (usize, usize) {
+        (t * TILE, TILE.min(self.rows - t * TILE))
+    }
+
     pub fn tile(&self, t: usize) -> &[u8] {
         &self.data[t * self.tile_bytes..(t + 1) * self.tile_bytes]
     }

@@ -1,0 +1,244 @@
+//! Latent attention: every head reads the same rows, and a row is key and value at once.
+//!
+//! A row is `[dim]`; its last [`ROPE_DIM`] values are rotated to the position of its token. Query `t` sees the rows of
+//! tokens `t - window + 1 ..= t`, and of a compressed layer some or all rows of its compressor:
+//!
+//! ```text
+//! s[n] = (q . row[n]) * scale
+//! M    = max(max of s, sink)
+//! o    = sum of exp(s[n] - M) row[n]  /  (sum of exp(s[n] - M) + exp(sink - M))
+//! ```
+//!
+//! Rows are taken window first, ascending, then compressed ones, ascending, in tiles of [`TILE_ROWS`] counted from the
+//! first row of the query's own list; a tile's sums are joined to the total by the usual rescaling, and the sink comes
+//! last. So the bits of a query depend on its own rows only. **Invariant, bounded**: other devices may order a dot
+//! product differently.
+//!
+//! # State
+//!
+//! The row of token `t` stands at `t % ring` of its sequence, `ring` = window + [`DRAFT_ROWS`]. A query that follows
+//! others of its sequence in the step reads those from the step's workspace, for the ring is written after the layer's
+//! attention: a chunk may be longer than the ring. Source: DeepSeek-V4's published model code (`Attention`,
+//! `sparse_attn`).
+
+use super::compress::DRAFT_ROWS;
+use super::kv::cpu::rotate;
+use super::kv::{Rope, RopeStyle};
+use crate::math::exp;
+use crate::simd::multiversion;
+
+/// Values at the end of a row, a query head or an index key that rotate, in adjacent pairs.
+pub const ROPE_DIM: usize = 64;
+/// Rows of a tile.
+pub const TILE_ROWS: usize = 32;
+/// The longest row.
+pub const MAX_DIM: usize = 512;
+/// Query heads that read a tile together.
+pub(crate) const TASK_HEADS: usize = 16;
+
+/// What one layer's latent attention fixes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LatentConfig {
+    /// Query heads.
+    pub heads: usize,
+    /// Values of a head and of a row; at most [`MAX_DIM`], a multiple of 16.
+    pub dim: usize,
+    /// Rows of recent tokens that a query sees, its own included.
+    pub window: usize,
+    /// Groups of consecutive heads that the first output projection keeps apart; divides `heads`.
+    pub groups: usize,
+    /// Values that a group leaves.
+    pub group_out: usize,
+    /// Multiplies every score.
+    pub scale: f32,
+    /// Added to the mean squares of the norms.
+    pub eps: f32,
+}
+
+impl LatentConfig {
+    /// Rows of a sequence's ring.
+    pub fn ring(&self) -> usize {
+        self.window + DRAFT_ROWS
+    }
+
+    /// Values of all query heads.
+    pub fn q_dim(&self) -> usize {
+        self.heads * self.dim
+    }
+
+    /// The first position that the query at `pos` sees in the window.
+    pub fn first_visible(&self, pos: u32) -> usize {
+        (pos as usize + 1).saturating_sub(self.window)
+    }
+}
+
+const ROPE: Rope = Rope { dim: ROPE_DIM, style: RopeStyle::Adjacent };
+
+/// Rotates the end of one head or row. `table`: cosine and sine of the position, `[ROPE_DIM / 2, 2]`.
+pub(crate) fn rope(x: &mut [f32], table: &[f32]) {
+    let start = x.len() - ROPE_DIM;
+    rotate(&mut x[start..], table, ROPE);
+}
+
+/// Undoes [`rope`].
+pub(crate) fn inverse_rope(x: &mut [f32], table: &[f32]) {
+    let mut mirrored = [0.0; ROPE_DIM];
+    for (out, cs) in mirrored.chunks_exact_mut(2).zip(table.chunks_exact(2)) {
+        (out[0], out[1]) = (cs[0], -cs[1]);
+    }
+    rope(x, &mirrored);
+}
+
+/// Scratch of a team member.
+pub(crate) struct Work {
+    rows: [[f32; MAX_DIM]; TILE_ROWS],
+    sums: [[f32; MAX_DIM]; TASK_HEADS],
+    top: [f32; TASK_HEADS],
+    weight: [f32; TASK_HEADS],
+}
+
+impl Default for Work {
+    fn default() -> Work {
+        Work {
+            rows: [[0.0; MAX_DIM]; TILE_ROWS],
+            sums: [[0.0; MAX_DIM]; TASK_HEADS],
+            top: [0.0; TASK_HEADS],
+            weight: [0.0; TASK_HEADS],
+        }
+    }
+}
+
+/// Attention of up to [`TASK_HEADS`] heads of one query over `n` rows, of which `read(i, out)` decodes the `i`-th.
+/// `out`, `q`: `[sinks.len(), dim]`.
+pub(crate) fn attend(
+    work: &mut Work,
+    out: &mut [f32],
+    q: &[f32],
+    sinks: &[f32],
+    scale: f32,
+    n: usize,
+    read: impl Fn(usize, &mut [f32]),
+) {
+    let dim = q.len() / sinks.len();
+    for h in 0..sinks.len() {
+        work.sums[h][..dim].fill(0.0);
+        (work.top[h], work.weight[h]) = (f32::NEG_INFINITY, 0.0);
+    }
+    for first in (0..n).step_by(TILE_ROWS) {
+        let len = TILE_ROWS.min(n - first);
+        for (i, row) in work.rows[..len].iter_mut().enumerate() {
+            read(first + i, &mut row[..dim]);
+        }
+        for (h, q) in q.chunks_exact(dim).enumerate() {
+            tile(
+                q,
+                &work.rows[..len],
+                &mut work.sums[h][..dim],
+                std::slice::from_mut(&mut work.top[h]),
+                std::slice::from_mut(&mut work.weight[h]),
+                scale,
+            );
+        }
+    }
+    for (h, out) in out.chunks_exact_mut(dim).enumerate() {
+        let (top, sink) = (work.top[h], sinks[h]);
+        let most = if sink > top { sink } else { top };
+        let ours = exp(top - most);
+        let total = work.weight[h] * ours + exp(sink - most);
+        out.iter_mut().zip(&work.sums[h]).for_each(|(out, sum)| *out = sum * ours / total);
+    }
+}
+
+/// Lanes of a dot product: element `i` belongs to lane `i % LANES`.
+const LANES: usize = 16;
+
+multiversion! {
+    /// Joins one tile of rows to a head's sums. `top` and `weight` hold one value each.
+    fn tile(
+        q: &[f32],
+        rows: &[[f32; MAX_DIM]],
+        sums: &mut [f32],
+        top: &mut [f32],
+        weight: &mut [f32],
+        scale: f32,
+    ) {
+        let mut s = [0.0f32; TILE_ROWS];
+        let mut most = top[0];
+        for (s, row) in s.iter_mut().zip(rows) {
+            let mut lanes = [0.0f32; LANES];
+            for (q, row) in q.as_chunks::<LANES>().0.iter().zip(row.as_chunks::<LANES>().0) {
+                for lane in 0..LANES {
+                    lanes[lane] = q[lane].mul_add(row[lane], lanes[lane]);
+                }
+            }
+            let mut half = LANES / 2;
+            while half > 0 {
+                for lane in 0..half {
+                    lanes[lane] += lanes[lane + half];
+                }
+                half /= 2;
+            }
+            *s = lanes[0] * scale;
+            most = if *s > most { *s } else { most };
+        }
+        let old = exp(top[0] - most);
+        let mut total = weight[0] * old;
+        sums.iter_mut().for_each(|sum| *sum *= old);
+        for (s, row) in s.iter().zip(rows) {
+            let e = exp(s - most);
+            total += e;
+            for (sum, row) in sums.iter_mut().zip(row) {
+                *sum = e.mul_add(*row, *sum);
+            }
+        }
+        (top[0], weight[0]) = (most, total);
+    }
+}
+
+/// How rows of recent and compressed tokens, and index rows, are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RowFormat {
+    /// `[dim]` f32, little-endian.
+    F32,
+}
+
+impl RowFormat {
+    /// Bytes of a row of `dim` values.
+    pub fn row_bytes(self, dim: usize) -> usize {
+        match self {
+            RowFormat::F32 => 4 * dim,
+        }
+    }
+
+    /// What storing a row and reading it again would leave of it.
+    pub(crate) fn round(self, x: &mut [f32]) {
+        match self {
+            RowFormat::F32 => _ = x,
+        }
+    }
+
+    /// Stores a row. `out`: `row_bytes(x.len())`.
+    pub(crate) fn write(self, out: &mut [u8], x: &[f32]) {
+        match self {
+            RowFormat::F32 => {
+                for (out, x) in out.as_chunks_mut::<4>().0.iter_mut().zip(x) {
+                    *out = x.to_le_bytes();
+                }
+            }
+        }
+    }
+
+    /// Reads a row. `bytes`: `row_bytes(out.len())`.
+    pub(crate) fn read(self, bytes: &[u8], out: &mut [f32]) {
+        match self {
+            RowFormat::F32 => {
+                for (bytes, out) in bytes.as_chunks::<4>().0.iter().zip(out) {
+                    *out = f32::from_le_bytes(*bytes);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
