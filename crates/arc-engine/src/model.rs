@@ -2,22 +2,28 @@
 
 pub mod config;
 pub mod decoder;
+pub mod deepseek_v4;
 mod names;
 
 use arc_device::cpu::Cpu;
 use arc_device::error::Result;
+use arc_device::ops_v4::OpsV4;
 use arc_device::step::{CtxClass, Limits, Part, StepKey};
 use arc_device::trace::{Stage, Trace};
-use arc_device::{Alloc, Buffers, MemoryTable, ModelShape, Ops, Steps};
+use arc_device::{Alloc, Buffers, MemoryTable, ModelShape, Steps};
 
 use crate::load::{LoadError, ModelFile};
 use config::DecoderConfig;
 use decoder::Decoder;
+use deepseek_v4::{DeepseekV4, V4Config};
 
 /// A loaded model: weights, state and workspace on a device.
+#[allow(clippy::large_enum_variant, reason = "there is one of it")]
 pub enum Model<D: Buffers> {
     /// Llama, Qwen2, Qwen3 and Gemma 3.
     Decoder(Decoder<D>),
+    /// DeepSeek-V4: Flash and Pro.
+    DeepseekV4(DeepseekV4<D>),
 }
 
 /// What a model is, read from its file before anything is loaded.
@@ -25,18 +31,24 @@ pub enum Model<D: Buffers> {
 pub enum ModelConfig {
     /// Llama, Qwen2, Qwen3 and Gemma 3.
     Decoder(DecoderConfig),
+    /// DeepSeek-V4: Flash and Pro.
+    DeepseekV4(V4Config),
 }
 
 impl ModelConfig {
     /// Reads the configuration. Errors name the key that is missing or does not fit.
     pub fn read(file: &ModelFile) -> std::result::Result<ModelConfig, LoadError> {
-        DecoderConfig::read(file).map(ModelConfig::Decoder)
+        match V4Config::read(file)? {
+            Some(config) => Ok(ModelConfig::DeepseekV4(config)),
+            None => DecoderConfig::read(file).map(ModelConfig::Decoder),
+        }
     }
 
     /// Name of the architecture.
     pub fn arch(&self) -> &'static str {
         match self {
             ModelConfig::Decoder(config) => config.arch.name(),
+            ModelConfig::DeepseekV4(_) => deepseek_v4::NAME,
         }
     }
 
@@ -44,6 +56,7 @@ impl ModelConfig {
     pub fn context(&self) -> usize {
         match self {
             ModelConfig::Decoder(config) => config.context,
+            ModelConfig::DeepseekV4(config) => config.context,
         }
     }
 
@@ -54,6 +67,7 @@ impl ModelConfig {
                 let DecoderConfig { vocab, hidden, post_norms, .. } = *config;
                 ModelShape { vocab, hidden, post_norms, gathered: 0 }
             }
+            ModelConfig::DeepseekV4(config) => config.shape(),
         }
     }
 
@@ -61,11 +75,12 @@ impl ModelConfig {
     pub fn kv_bytes_per_token(&self) -> usize {
         match self {
             ModelConfig::Decoder(config) => config.n_layers * 2 * 2 * config.n_kv_heads * config.head_dim,
+            ModelConfig::DeepseekV4(config) => config.kv_bytes_per_token(),
         }
     }
 }
 
-impl<D: Ops + Alloc> Model<D> {
+impl<D: OpsV4 + Alloc> Model<D> {
     /// Loads weights and allocates state and workspace. The source's pages are released as they are copied.
     pub fn load(
         dev: &mut D,
@@ -75,6 +90,9 @@ impl<D: Ops + Alloc> Model<D> {
     ) -> std::result::Result<Self, LoadError> {
         let model = match config {
             ModelConfig::Decoder(config) => Model::Decoder(Decoder::load(dev, file, config, limits)?),
+            ModelConfig::DeepseekV4(config) => {
+                Model::DeepseekV4(DeepseekV4::load(dev, file.weights(), config, limits)?)
+            }
         };
         dev.finish(&config.shape())?;
         Ok(model)
@@ -108,11 +126,12 @@ impl Plan {
     }
 }
 
-impl<D: Ops> Model<D> {
+impl<D: OpsV4> Model<D> {
     /// One step over the device's row table.
     pub fn step(&mut self, dev: &mut D, key: StepKey) -> Result<()> {
         match self {
             Model::Decoder(decoder) => decoder.step(dev, key),
+            Model::DeepseekV4(model) => model.step(dev, key),
         }
     }
 }

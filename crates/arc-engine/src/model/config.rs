@@ -8,7 +8,7 @@ use arc_device::ops::kv::{AttentionConfig, Rope, RopeStyle};
 use crate::load::{LoadError, ModelFile};
 
 mod gguf;
-mod json;
+pub(super) mod json;
 
 /// Architectures that [`super::decoder::Decoder`] covers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,7 +41,7 @@ impl Arch {
         Arch::ALL.into_iter().find(|arch| arch.name() == name).ok_or_else(|| LoadError::UnknownArchitecture {
             path: path.to_owned(),
             found: name.to_owned(),
-            known: Arch::ALL.map(Arch::name).join(", "),
+            known: Arch::ALL.map(Arch::name).join(", ") + ", " + super::deepseek_v4::NAME,
         })
     }
 }
@@ -200,7 +200,7 @@ impl DecoderConfig {
 /// The most layers that a model may have.
 const LAYERS_MAX: usize = 1 << 10;
 
-fn bad(path: &Path, what: &str, problem: String) -> LoadError {
+pub(super) fn bad(path: &Path, what: &str, problem: String) -> LoadError {
     LoadError::BadConfig { path: path.to_owned(), what: what.to_owned(), problem }
 }
 

@@ -13,47 +13,52 @@ use crate::load::safetensors::SafetensorsFile;
 const CONFIG_MAX: u64 = 1 << 20;
 
 /// A configuration with the path that messages name.
-struct Fields<'a> {
-    path: &'a Path,
-    map: &'a Map<String, Value>,
+pub(in crate::model) struct Fields<'a> {
+    pub path: &'a Path,
+    pub map: &'a Map<String, Value>,
 }
 
 impl Fields<'_> {
-    fn get(&self, name: &str) -> Option<&Value> {
+    pub fn get(&self, name: &str) -> Option<&Value> {
         self.map.get(name).filter(|value| !value.is_null())
     }
 
-    fn missing(&self, name: &str) -> LoadError {
+    /// What the configuration calls its architecture.
+    pub fn kind(&self) -> Result<&str, LoadError> {
+        self.get("model_type").and_then(Value::as_str).ok_or_else(|| self.missing("model_type"))
+    }
+
+    pub fn missing(&self, name: &str) -> LoadError {
         LoadError::MissingMetadata { path: self.path.to_owned(), key: name.to_owned() }
     }
 
-    fn wrong(&self, name: &str, wanted: &'static str, found: &Value) -> LoadError {
+    pub fn wrong(&self, name: &str, wanted: &'static str, found: &Value) -> LoadError {
         let mut found = found.to_string();
         found.truncate(found.floor_char_boundary(60));
         LoadError::WrongType { path: self.path.to_owned(), key: name.to_owned(), wanted, found }
     }
 
-    fn size(&self, name: &str) -> Result<usize, LoadError> {
+    pub fn size(&self, name: &str) -> Result<usize, LoadError> {
         let value = self.get(name).ok_or_else(|| self.missing(name))?;
         let size = value.as_u64().and_then(|size| u32::try_from(size).ok());
         size.map(|size| size as usize).ok_or_else(|| self.wrong(name, "an integer that fits in u32", value))
     }
 
-    fn size_or(&self, name: &str, default: usize) -> Result<usize, LoadError> {
+    pub fn size_or(&self, name: &str, default: usize) -> Result<usize, LoadError> {
         if self.get(name).is_some() { self.size(name) } else { Ok(default) }
     }
 
-    fn float_or(&self, name: &str, default: f64) -> Result<f64, LoadError> {
+    pub fn float_or(&self, name: &str, default: f64) -> Result<f64, LoadError> {
         let Some(value) = self.get(name) else { return Ok(default) };
         value.as_f64().ok_or_else(|| self.wrong(name, "a number", value))
     }
 
-    fn bool_or(&self, name: &str, default: bool) -> Result<bool, LoadError> {
+    pub fn bool_or(&self, name: &str, default: bool) -> Result<bool, LoadError> {
         let Some(value) = self.get(name) else { return Ok(default) };
         value.as_bool().ok_or_else(|| self.wrong(name, "true or false", value))
     }
 
-    fn object(&self, name: &str) -> Result<Option<Fields<'_>>, LoadError> {
+    pub fn object(&self, name: &str) -> Result<Option<Fields<'_>>, LoadError> {
         let Some(value) = self.get(name) else { return Ok(None) };
         let map = value.as_object().ok_or_else(|| self.wrong(name, "an object", value))?;
         Ok(Some(Fields { path: self.path, map }))
@@ -61,7 +66,7 @@ impl Fields<'_> {
 }
 
 /// Reads `config.json` in the folder of the weights.
-fn open(file: &SafetensorsFile) -> Result<(PathBuf, Map<String, Value>), LoadError> {
+pub(in crate::model) fn open(file: &SafetensorsFile) -> Result<(PathBuf, Map<String, Value>), LoadError> {
     let path = file.folder().join("config.json");
     let mut text = Vec::new();
     let read = std::fs::File::open(&path).and_then(|file| file.take(CONFIG_MAX + 1).read_to_end(&mut text));
@@ -82,7 +87,7 @@ fn open(file: &SafetensorsFile) -> Result<(PathBuf, Map<String, Value>), LoadErr
 pub(super) fn read(file: &SafetensorsFile) -> Result<DecoderConfig, LoadError> {
     let (path, map) = open(file)?;
     let fields = Fields { path: &path, map: &map };
-    let kind = fields.get("model_type").and_then(Value::as_str).ok_or_else(|| fields.missing("model_type"))?;
+    let kind = fields.kind()?;
     let arch = Arch::from_name(&path, if kind == "gemma3_text" { "gemma3" } else { kind })?;
     let mut config = base_config(arch);
     config.hidden = fields.size("hidden_size")?;

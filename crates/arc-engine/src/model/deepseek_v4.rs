@@ -1,0 +1,160 @@
+//! DeepSeek-V4: hyper-connections around latent attention and routed experts.
+//!
+//! ```text
+//! X[k] = embed(token)                        for the four streams k
+//! for each layer:
+//!     h = norm(mix of X)                     hc_site
+//!     q, row, pooled values and gates        attn_in, attn_q_kv
+//!     compressed rows to read                index_select, in sparse layers with more than they read
+//!     o = attention(q, window + compressed)  attn_latent
+//!     y = W_b group-wise W_a unrotated o     attn_out_a, attn_out_b
+//!     X = post y + comb X; h = norm(mix)     hc_site
+//!     experts, shared gated unit             ffn_in
+//!     y = sum of the experts                 experts_up, experts_down
+//! z = mix of X                               hc_head
+//! logits = W_head norm(z)                    head
+//! ```
+//!
+//! Layer kinds: the window alone; *sparse*, which also reads rows that pool four tokens and an indexer chooses; *heavy*,
+//! which also reads every row that pools 128. Source: DeepSeek-V4's published model code.
+
+mod config;
+mod load;
+mod weights;
+
+use arc_device::error::Result;
+use arc_device::ops_v4::{
+    ExpertWeights, ExpertWork, HcHead, HcSite, Incoming, LatentLayer, LatentState, LatentWeights, LatentWork, OpsV4,
+    Streams,
+};
+use arc_device::step::{CtxClass, Part, StepKey};
+use arc_device::{Buffers, Norm};
+
+pub use config::{LayerKind, NAME, Numerics, V4Config, Yarn};
+
+/// One layer's weights.
+struct Layer<D: Buffers> {
+    kind: LayerKind,
+    attn_site: HcSite<D>,
+    attn_norm: D::Buf<f32>,
+    attention: LatentWeights<D>,
+    ffn_site: HcSite<D>,
+    ffn_norm: D::Buf<f32>,
+    experts: ExpertWeights<D>,
+}
+
+/// Scratch of a step, reused by every layer.
+pub struct Workspace<D: Buffers> {
+    /// The embedding at first, then every block's output; `[rows, hidden]`.
+    pub y: D::Buf<f32>,
+    /// Every block's input, and the merged streams at the end; `[rows, hidden]`.
+    pub h: D::Buf<f32>,
+    /// The residual streams.
+    pub streams: Streams<D>,
+    /// Of the last attention block.
+    pub attention: LatentWork<D>,
+    /// Of the last block of experts.
+    pub experts: ExpertWork<D>,
+    /// `[heads, vocab]`.
+    pub logits: D::Buf<f32>,
+}
+
+/// Where a forward pass stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Point {
+    /// After the attention of this layer: `y` is its output, `streams` are those before it.
+    Attention(usize),
+    /// After the experts of this layer: likewise.
+    Experts(usize),
+    /// After the streams were merged into `h`.
+    Merged,
+}
+
+/// Looks at the workspace in the middle of a forward pass: for tests, and to find where two devices part.
+pub type Tap<'a, D> = &'a mut dyn FnMut(&mut D, Point, &Workspace<D>) -> Result<()>;
+
+/// A DeepSeek-V4 model on a device.
+pub struct DeepseekV4<D: Buffers> {
+    config: V4Config,
+    /// `[vocab, hidden]`.
+    embed: D::Matrix,
+    layers: Vec<Layer<D>>,
+    hc_head: HcHead<D>,
+    norm: D::Buf<f32>,
+    /// `[vocab, hidden]`.
+    head: D::Matrix,
+    /// Of windowed layers, then of compressed ones.
+    rope: [D::Buf<f32>; 2],
+    /// By layer.
+    state: Vec<LatentState<D>>,
+    ws: Workspace<D>,
+}
+
+impl<D: OpsV4> DeepseekV4<D> {
+    /// One step over the device's row table.
+    pub fn step(&mut self, dev: &mut D, key: StepKey) -> Result<()> {
+        self.step_tapped(dev, key, &mut |_, _, _| Ok(()))
+    }
+
+    /// [`Self::step`], with somebody looking on.
+    pub fn step_tapped(&mut self, dev: &mut D, key: StepKey, tap: Tap<'_, D>) -> Result<()> {
+        let (rows, heads) = (key.rows as usize, key.heads as usize);
+        if key.part != Part::Sample {
+            self.forward(dev, rows, heads, key.ctx, tap)?;
+        }
+        if key.part != Part::Forward {
+            dev.sample(&mut self.ws.logits, heads)?;
+            dev.commit(rows, heads)?;
+        }
+        Ok(())
+    }
+
+    fn forward(&mut self, dev: &mut D, rows: usize, heads: usize, ctx: CtxClass, tap: Tap<'_, D>) -> Result<()> {
+        let (c, ws) = (&self.config, &mut self.ws);
+        let eps = c.attention.eps;
+        dev.embed(&mut ws.y, &self.embed, 1.0, rows)?;
+        for (i, (l, state)) in self.layers.iter().zip(&mut self.state).enumerate() {
+            let attention = latent_layer(c, &self.rope, l.kind);
+            let select = attention.index.is_some_and(|(index, keys)| most_visible(keys.ratio, ctx) > index.top);
+            let incoming = if i == 0 { Incoming::Embedding(&ws.y) } else { Incoming::Output(&ws.y) };
+            let attn_norm = Norm { weight: &l.attn_norm, eps };
+            dev.hc_site(&mut ws.h, &mut ws.streams, incoming, &l.attn_site, &c.hc, attn_norm, rows)?;
+            dev.attn_in(&mut ws.attention, &ws.h, &l.attention, rows)?;
+            dev.attn_q_kv(&mut ws.attention, state, &l.attention, &attention, select, rows)?;
+            if select {
+                dev.index_select(&mut ws.attention, state, &attention, rows)?;
+            }
+            dev.attn_latent(&mut ws.attention, state, &l.attention, &attention, select, rows)?;
+            dev.attn_out_a(&mut ws.attention, &l.attention, &attention, rows)?;
+            dev.attn_out_b(&mut ws.y, &ws.attention, &l.attention, rows)?;
+            tap(dev, Point::Attention(i), ws)?;
+            let (output, ffn_norm) = (Incoming::Output(&ws.y), Norm { weight: &l.ffn_norm, eps });
+            dev.hc_site(&mut ws.h, &mut ws.streams, output, &l.ffn_site, &c.hc, ffn_norm, rows)?;
+            dev.ffn_in(&mut ws.experts, &ws.h, &l.experts, &c.experts, rows)?;
+            dev.experts_up(&mut ws.experts, &ws.h, &l.experts, &c.experts, rows)?;
+            dev.experts_down(&mut ws.y, &ws.experts, &l.experts, &c.experts, rows)?;
+            tap(dev, Point::Experts(i), ws)?;
+        }
+        dev.hc_head(&mut ws.h, &mut ws.streams, &ws.y, &self.hc_head, &c.hc, rows)?;
+        tap(dev, Point::Merged, ws)?;
+        dev.head(&mut ws.logits, &ws.h, Norm { weight: &self.norm, eps }, &self.head, None, heads)
+    }
+}
+
+/// What the attention of a layer fixes.
+fn latent_layer<'a, D: Buffers>(c: &V4Config, rope: &'a [D::Buf<f32>; 2], kind: LayerKind) -> LatentLayer<'a, D> {
+    LatentLayer {
+        attention: c.attention,
+        q_rank: c.q_rank,
+        rows: c.rows(kind),
+        index: c.keys(kind).map(|keys| (c.index, keys)),
+        row_format: c.row_format(),
+        key_format: c.key_format(),
+        rope_table: &rope[usize::from(kind != LayerKind::Window)],
+    }
+}
+
+/// Compressed rows that a row of a context class can see at most.
+fn most_visible(ratio: usize, ctx: CtxClass) -> usize {
+    ctx.limit() as usize / ratio
+}

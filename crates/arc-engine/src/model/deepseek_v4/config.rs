@@ -1,0 +1,350 @@
+//! Reading DeepSeek-V4's configuration, and refusing one that cannot be true. Source of the fields: the `config.json` of
+//! the released checkpoints.
+
+use std::path::Path;
+
+use arc_device::ModelShape;
+use arc_device::ops::compress::Compressor;
+use arc_device::ops::hc::{HcConfig, STREAMS};
+use arc_device::ops::index::{IndexConfig, MAX_INDEX_DIM, MAX_TOP};
+use arc_device::ops::latent::{LatentConfig, MAX_DIM, ROPE_DIM, RowFormat};
+use arc_device::ops::router::{MAX_CHOSEN, MAX_EXPERTS, RouterConfig};
+use arc_device::ops_v4::ExpertConfig;
+use serde_json::Value;
+
+use crate::load::{LoadError, ModelFile};
+use crate::model::config::bad;
+use crate::model::config::json::{Fields, open};
+
+/// Name of the architecture, as `config.json` has it.
+pub const NAME: &str = "deepseek_v4";
+
+/// In which arithmetic a model runs: one choice, fixed at load.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Numerics {
+    /// f32 activations and f32 rows: the closest to the mathematics of the model. Weights in FP4, whose products read
+    /// int8 inputs, are kept as BF16, which holds every one of their values.
+    Reference,
+}
+
+/// What a layer's attention reads beside its window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LayerKind {
+    /// Nothing.
+    Window,
+    /// The rows that an indexer chooses of those that pool 4 tokens.
+    Sparse,
+    /// Every row that pools 128 tokens.
+    Heavy,
+}
+
+/// Everything that shapes a DeepSeek-V4 model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct V4Config {
+    /// Tokens of the vocabulary.
+    pub vocab: usize,
+    /// Tokens that the model was made for.
+    pub context: usize,
+    /// By layer.
+    pub layers: Vec<LayerKind>,
+    /// Layers whose experts follow from the token alone: the first ones.
+    pub hashed_layers: usize,
+    /// Width of the query projection between its two matrices.
+    pub q_rank: usize,
+    /// Latent attention.
+    pub attention: LatentConfig,
+    /// The indexer of sparse layers.
+    pub index: IndexConfig,
+    /// Hyper-connections.
+    pub hc: HcConfig,
+    /// Experts.
+    pub experts: ExpertConfig,
+    /// Base of the rope frequencies in windowed layers.
+    pub rope_base: f64,
+    /// Base of those in compressed layers.
+    pub compress_rope_base: f64,
+    /// How those in compressed layers are stretched.
+    pub yarn: Yarn,
+    /// In which arithmetic it runs.
+    pub numerics: Numerics,
+}
+
+/// YaRN's frequency scaling, without its factor on cosine and sine. Source: Peng et al. 2023.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Yarn {
+    /// Slow frequencies are divided by it.
+    pub factor: f64,
+    /// Frequencies that turn more often than this over `original` positions are kept.
+    pub beta_fast: f64,
+    /// Those that turn less often than this are divided in full.
+    pub beta_slow: f64,
+    /// Positions before stretching.
+    pub original: f64,
+}
+
+impl V4Config {
+    /// Reads and checks it; `None` where the file is of another architecture. Errors name the key.
+    pub fn read(file: &ModelFile) -> Result<Option<V4Config>, LoadError> {
+        let ModelFile::Safetensors(safetensors) = file else { return Ok(None) };
+        let (path, map) = open(safetensors)?;
+        let fields = Fields { path: &path, map: &map };
+        if fields.kind()? != NAME {
+            return Ok(None);
+        }
+        let config = V4Config::from_fields(&fields)?;
+        config.check(&path)?;
+        Ok(Some(config))
+    }
+
+    fn from_fields(fields: &Fields<'_>) -> Result<V4Config, LoadError> {
+        let fixed =
+            [("num_key_value_heads", 1), ("qk_rope_head_dim", ROPE_DIM), ("n_shared_experts", 1), ("hc_mult", STREAMS)];
+        for (name, only) in fixed {
+            let found = fields.size(name)?;
+            if found != only {
+                return Err(bad(fields.path, name, format!("is {found}, supported is {only}")));
+            }
+        }
+        for (name, only) in [("scoring_func", "sqrtsoftplus"), ("topk_method", "noaux_tc"), ("hidden_act", "silu")] {
+            if let Some(found) = fields.get(name).filter(|found| found.as_str() != Some(only)) {
+                return Err(bad(fields.path, name, format!("is {found}, supported is {only:?}")));
+            }
+        }
+        for (name, only) in [("norm_topk_prob", true), ("tie_word_embeddings", false), ("attention_bias", false)] {
+            if fields.bool_or(name, only)? != only {
+                return Err(bad(fields.path, name, format!("is {}, supported is {only}", !only)));
+            }
+        }
+        let (hidden, eps) = (fields.size("hidden_size")?, fields.float_or("rms_norm_eps", 1e-6)? as f32);
+        let dim = fields.size("head_dim")?;
+        Ok(V4Config {
+            vocab: fields.size("vocab_size")?,
+            context: fields.size("max_position_embeddings")?,
+            layers: layers(fields)?,
+            hashed_layers: fields.size("num_hash_layers")?,
+            q_rank: fields.size("q_lora_rank")?,
+            attention: LatentConfig {
+                heads: fields.size("num_attention_heads")?,
+                dim,
+                window: fields.size("sliding_window")?,
+                groups: fields.size("o_groups")?,
+                group_out: fields.size("o_lora_rank")?,
+                scale: 1.0 / (dim as f32).sqrt(),
+                eps,
+            },
+            index: IndexConfig {
+                heads: fields.size("index_n_heads")?,
+                dim: fields.size("index_head_dim")?,
+                top: fields.size("index_topk")?,
+            },
+            hc: HcConfig {
+                dim: hidden,
+                iterations: fields.size("hc_sinkhorn_iters")?,
+                eps: fields.float_or("hc_eps", 1e-6)? as f32,
+                norm_eps: eps,
+            },
+            experts: ExpertConfig {
+                router: RouterConfig {
+                    experts: fields.size("n_routed_experts")?,
+                    chosen: fields.size("num_experts_per_tok")?,
+                    scale: fields.float_or("routed_scaling_factor", 1.0)? as f32,
+                },
+                hidden,
+                ffn: fields.size("moe_intermediate_size")?,
+                limit: fields.float_or("swiglu_limit", f64::INFINITY)? as f32,
+            },
+            rope_base: fields.float_or("rope_theta", 1e4)?,
+            compress_rope_base: fields.float_or("compress_rope_theta", 1.6e5)?,
+            yarn: yarn(fields)?,
+            numerics: Numerics::Reference,
+        })
+    }
+
+    /// Limits that keep every product far from an overflow, and what the stages assume.
+    fn check(&self, path: &Path) -> Result<(), LoadError> {
+        let (att, index, experts) = (&self.attention, &self.index, &self.experts);
+        let sizes = [
+            ("vocab_size", self.vocab, 1 << 23),
+            ("max_position_embeddings", self.context, 1 << 24),
+            ("hidden_size", experts.hidden, 1 << 17),
+            ("num_attention_heads", att.heads, 1 << 10),
+            ("head_dim", att.dim, MAX_DIM),
+            ("sliding_window", att.window, 1 << 16),
+            ("o_groups", att.groups, att.heads),
+            ("o_lora_rank", att.group_out, 1 << 16),
+            ("q_lora_rank", self.q_rank, 1 << 16),
+            ("index_n_heads", index.heads, MAX_INDEX_DIM),
+            ("index_head_dim", index.dim, MAX_INDEX_DIM),
+            ("index_topk", index.top, MAX_TOP),
+            ("hc_sinkhorn_iters", self.hc.iterations, 1 << 10),
+            ("n_routed_experts", experts.router.experts, MAX_EXPERTS),
+            ("num_experts_per_tok", experts.router.chosen, MAX_CHOSEN.min(experts.router.experts)),
+            ("moe_intermediate_size", experts.ffn, 1 << 20),
+        ];
+        for (what, value, max) in sizes {
+            if value == 0 || value > max {
+                return Err(bad(path, what, format!("is {value}, must be from 1 to {max}")));
+            }
+        }
+        // Rows are stored in blocks of 64 values beside the rotated ones, index rows in blocks of 32.
+        if att.dim <= ROPE_DIM || !att.dim.is_multiple_of(64) {
+            return Err(bad(path, "head_dim", format!("is {}, must be a multiple of 64 above {ROPE_DIM}", att.dim)));
+        }
+        for (what, value) in [("index_n_heads", index.heads), ("index_head_dim", index.dim)] {
+            if !value.is_power_of_two() {
+                return Err(bad(path, what, format!("is {value}, must be a power of two")));
+            }
+        }
+        if index.dim < ROPE_DIM {
+            return Err(bad(path, "index_head_dim", format!("is {}, must be at least {ROPE_DIM}", index.dim)));
+        }
+        if !att.heads.is_multiple_of(att.groups) {
+            let problem = format!("is {}, which does not divide the head count {}", att.groups, att.heads);
+            return Err(bad(path, "o_groups", problem));
+        }
+        if self.hashed_layers > self.layers.len() {
+            let problem = format!("is {}, there are {} layers", self.hashed_layers, self.layers.len());
+            return Err(bad(path, "num_hash_layers", problem));
+        }
+        let floats = [
+            ("rms_norm_eps", f64::from(att.eps), 0.0),
+            ("hc_eps", f64::from(self.hc.eps), 0.0),
+            ("routed_scaling_factor", f64::from(experts.router.scale), 0.0),
+            ("rope_theta", self.rope_base, 1.0),
+            ("compress_rope_theta", self.compress_rope_base, 1.0),
+            ("rope_scaling.factor", self.yarn.factor, 1.0),
+            ("rope_scaling.beta_slow", self.yarn.beta_slow, f64::MIN_POSITIVE),
+            ("rope_scaling.beta_fast", self.yarn.beta_fast, self.yarn.beta_slow),
+            ("rope_scaling.original_max_position_embeddings", self.yarn.original, 1.0),
+        ];
+        for (what, value, least) in floats {
+            if !(value.is_finite() && value >= least) {
+                return Err(bad(path, what, format!("is {value}, must be finite and at least {least}")));
+            }
+        }
+        // No clamp is a limit of infinity; NaN and what is not above 0 would clamp everything away.
+        if experts.limit.is_nan() || experts.limit <= 0.0 {
+            return Err(bad(path, "swiglu_limit", format!("is {}, must be above 0", experts.limit)));
+        }
+        Ok(())
+    }
+
+    /// What a device must know.
+    pub fn shape(&self) -> ModelShape {
+        let ExpertConfig { router, hidden, ffn, .. } = self.experts;
+        let gathered = [self.attention.q_dim(), router.chosen * hidden, (router.chosen + 1) * ffn];
+        let gathered = gathered.into_iter().max().unwrap_or(0);
+        ModelShape { vocab: self.vocab, hidden, post_norms: false, gathered }
+    }
+
+    /// How rows of recent and compressed tokens are kept.
+    pub fn row_format(&self) -> RowFormat {
+        match self.numerics {
+            Numerics::Reference => RowFormat::F32,
+        }
+    }
+
+    /// How index rows are kept.
+    pub fn key_format(&self) -> RowFormat {
+        match self.numerics {
+            Numerics::Reference => RowFormat::F32,
+        }
+    }
+
+    /// The attention's compressor in layers of a kind.
+    pub fn rows(&self, kind: LayerKind) -> Option<Compressor> {
+        let dim = self.attention.dim;
+        match kind {
+            LayerKind::Window => None,
+            LayerKind::Sparse => Some(Compressor { ratio: 4, overlap: 2, dim }),
+            LayerKind::Heavy => Some(Compressor { ratio: 128, overlap: 1, dim }),
+        }
+    }
+
+    /// The indexer's compressor in layers of a kind.
+    pub fn keys(&self, kind: LayerKind) -> Option<Compressor> {
+        (kind == LayerKind::Sparse).then_some(Compressor { ratio: 4, overlap: 2, dim: self.index.dim })
+    }
+
+    /// Bytes of rows that one token adds to the blocks.
+    pub fn kv_bytes_per_token(&self) -> usize {
+        use arc_device::step::BLOCK_TOKENS;
+        let of = |pool: Option<Compressor>, format: RowFormat| {
+            pool.map_or(0, |pool| pool.rows_per_block() * format.row_bytes(pool.dim))
+        };
+        let block = |&kind: &LayerKind| of(self.rows(kind), self.row_format()) + of(self.keys(kind), self.key_format());
+        self.layers.iter().map(block).sum::<usize>().div_ceil(BLOCK_TOKENS)
+    }
+
+    /// Rope frequencies, `[ROPE_DIM / 2]`, computed in f32 as the model was trained with.
+    pub fn frequencies(&self, compressed: bool) -> Vec<f32> {
+        let base = if compressed { self.compress_rope_base } else { self.rope_base };
+        let plain = (0..ROPE_DIM / 2).map(|i| 1.0 / (base as f32).powf(2.0 * i as f32 / ROPE_DIM as f32));
+        if !compressed {
+            return plain.collect();
+        }
+        let yarn = self.yarn;
+        let at = |turns: f64| {
+            let ratio = yarn.original / (turns * std::f64::consts::TAU);
+            ROPE_DIM as f64 * ratio.ln() / (2.0 * base.ln())
+        };
+        let low = at(yarn.beta_fast).floor().max(0.0);
+        let high = at(yarn.beta_slow).ceil().min((ROPE_DIM - 1) as f64);
+        let span = if high == low { 0.001 } else { high - low };
+        let stretched = |(i, f): (usize, f32)| {
+            let ramp = (((i as f64 - low) / span) as f32).clamp(0.0, 1.0);
+            f / yarn.factor as f32 * ramp + f * (1.0 - ramp)
+        };
+        plain.enumerate().map(stretched).collect()
+    }
+
+    /// `[context, ROPE_DIM / 2, 2]`: cosine and sine of `pos * frequency`, the product rounded to f32 as in the
+    /// published code: near a million the rounding is up to 0.03, and the model was trained with it.
+    pub fn rope_table(&self, compressed: bool, context: usize) -> Vec<f32> {
+        let frequencies = self.frequencies(compressed);
+        let angles = (0..context).flat_map(|pos| frequencies.iter().map(move |f| pos as f32 * f));
+        angles
+            .flat_map(|angle| {
+                let (sin, cos) = f64::from(angle).sin_cos();
+                [cos as f32, sin as f32]
+            })
+            .collect()
+    }
+}
+
+/// Kinds of the trunk's layers. Entries past them belong to draft blocks.
+fn layers(fields: &Fields<'_>) -> Result<Vec<LayerKind>, LoadError> {
+    let name = "compress_ratios";
+    let value = fields.get(name).ok_or_else(|| fields.missing(name))?;
+    let ratios = value.as_array().ok_or_else(|| fields.wrong(name, "an array", value))?;
+    let n_layers = fields.size("num_hidden_layers")?;
+    if n_layers == 0 || n_layers > ratios.len() || ratios.len() > LAYERS_MAX {
+        let problem = format!("has {} entries, num_hidden_layers is {n_layers}", ratios.len());
+        return Err(bad(fields.path, name, problem));
+    }
+    let kind = |value: &Value| match value.as_u64() {
+        Some(0) => Ok(LayerKind::Window),
+        Some(4) => Ok(LayerKind::Sparse),
+        Some(128) => Ok(LayerKind::Heavy),
+        _ => Err(fields.wrong(name, "an array of 0, 4 and 128", value)),
+    };
+    ratios[..n_layers].iter().map(kind).collect()
+}
+
+/// The most layers, those of draft blocks included.
+const LAYERS_MAX: usize = 1 << 10;
+
+fn yarn(fields: &Fields<'_>) -> Result<Yarn, LoadError> {
+    let scaling = fields.object("rope_scaling")?.ok_or_else(|| fields.missing("rope_scaling"))?;
+    let kind = scaling.get("rope_type").or_else(|| scaling.get("type")).and_then(Value::as_str);
+    if kind != Some("yarn") {
+        let problem = format!("has the type {:?}, supported is \"yarn\"", kind.unwrap_or(""));
+        return Err(bad(fields.path, "rope_scaling", problem));
+    }
+    Ok(Yarn {
+        factor: scaling.float_or("factor", 16.0)?,
+        beta_fast: scaling.float_or("beta_fast", 32.0)?,
+        beta_slow: scaling.float_or("beta_slow", 1.0)?,
+        original: scaling.float_or("original_max_position_embeddings", 65536.0)?,
+    })
+}

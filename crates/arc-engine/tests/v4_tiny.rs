@@ -1,0 +1,215 @@
+//! DeepSeek-V4 against the goldens of the tiny fixture, on the CPU: transformers in float32 for what it has, and for
+//! everything that may not matter (chunks, threads, neighbours, who had the slot before) bits against bits.
+
+mod v4;
+
+use std::path::Path;
+
+use arc_device::cpu::Cpu;
+use arc_device::step::{CtxClass, Part, StepDelta, StepKey};
+use arc_device::{Landing, Readback, Steps};
+use arc_engine::load::ModelFile;
+use arc_engine::model::deepseek_v4::Point;
+use arc_engine::model::{Model, ModelConfig};
+use v4::{Golden, Rig, VOCAB, admit, bf16, limits, native, rows, same_bits, worst};
+
+/// What the fixture's README asks of f32 engines.
+const TOLERANCE: f32 = 1e-4;
+
+fn close(got: &[f32], want: &[f32], cols: usize, what: &str) {
+    let (error, at) = worst(got, want);
+    eprintln!("{what}: {error:.2e} at row {} column {}", at / cols, at % cols);
+    assert!(error <= TOLERANCE, "{what}: {error} at row {} column {}", at / cols, at % cols);
+}
+
+fn check(folder: &Path, what: &str) {
+    let golden = Golden::open("golden.safetensors");
+    let mut rig = Rig::load(folder, 2);
+    for name in ["short", "mid", "long"] {
+        let ids = golden.ids(&format!("{name}.input_ids"));
+        let logits = rig.prompt(0, &ids, ids.len());
+        close(&logits, &golden.floats(&format!("{name}.logits")), VOCAB, &format!("{what} {name}"));
+        let greedy = rig.greedy(1, &ids, 64);
+        assert_eq!(greedy, golden.ids(&format!("{name}.greedy_ids")), "{what} {name}");
+    }
+    let ids = golden.ids("long.input_ids");
+    let logits = rig.prompt(2, &ids, 1);
+    let decoded = golden.ids("long.decode_rows");
+    let got: Vec<f32> =
+        decoded.iter().flat_map(|&r| logits[r as usize * VOCAB..(r as usize + 1) * VOCAB].to_vec()).collect();
+    assert_eq!(decoded.len(), 65);
+    close(&got, &golden.floats("long.decode_logits"), VOCAB, &format!("{what} long, token by token"));
+}
+
+#[test]
+fn native_gives_the_goldens() {
+    check(&native(), "native");
+}
+
+/// The two folders hold the same function, so their logits are the same bits.
+#[test]
+fn bf16_gives_the_goldens_and_the_bits_of_native() {
+    let folder = bf16();
+    check(&folder, "bf16");
+    let ids = Golden::open("golden.safetensors").ids("mid.input_ids");
+    let want = Rig::load(&native(), 2).prompt(0, &ids, ids.len());
+    let got = Rig::load(&folder, 2).prompt(0, &ids, ids.len());
+    std::fs::remove_dir_all(&folder).expect("the folder is the test's own");
+    assert_eq!(same_bits(&got, &want, "bf16"), 139 * VOCAB);
+}
+
+/// What happens inside: mixing, choices of experts and of compressed rows, and the outputs of every block.
+#[test]
+fn intermediates_are_those_of_the_golden() {
+    let golden = Golden::open("intermediates_mid.safetensors");
+    let ids = Golden::open("golden.safetensors").ids("mid.input_ids");
+    let (n, hidden, top) = (ids.len(), 128, 8);
+    let kept = golden.ids("kept_rows");
+    let file = ModelFile::open(&native()).expect("the fixture opens");
+    let config = ModelConfig::read(&file).expect("the fixture has a configuration");
+    let mut dev = Cpu::new(2, limits());
+    let model = Model::load(&mut dev, &file, &config, &limits()).expect("the fixture loads");
+    let Model::DeepseekV4(mut model) = model else { panic!("the fixture is a DeepSeek-V4") };
+    let mut compared = 0;
+    let mut tap = |dev: &mut Cpu, point: Point, ws: &arc_engine::model::deepseek_v4::Workspace<Cpu>| {
+        let mut read = |buf, len: usize| {
+            let mut out = vec![0.0; len];
+            dev.read(buf, &mut out).map(|()| out)
+        };
+        let keep = |all: &[f32], width: usize| -> Vec<f32> {
+            kept.iter().flat_map(|&r| all[r as usize * width..(r as usize + 1) * width].to_vec()).collect()
+        };
+        compared += 1;
+        let (layer, site, block) = match point {
+            Point::Attention(layer) => (layer, "hc_attn", "attn_out"),
+            Point::Experts(layer) => (layer, "hc_ffn", "moe_out"),
+            Point::Merged => {
+                close(&keep(&read(&ws.h, n * hidden)?, hidden), &golden.floats("hc_head"), hidden, "hc_head");
+                let streams = keep(&read(&ws.streams.x, 4 * n * hidden)?, 4 * hidden);
+                close(&streams, &golden.floats("layer3.streams"), 4 * hidden, "layer3.streams");
+                return Ok(());
+            }
+        };
+        let at = format!("layer{layer}");
+        let y = keep(&read(&ws.y, n * hidden)?, hidden);
+        close(&y, &golden.floats(&format!("{at}.{block}")), hidden, &format!("{at}.{block}"));
+        let mixing = read(&ws.streams.mixing, n * 24)?;
+        for (name, from, width) in [("pre", 0, 4), ("post", 4, 4), ("comb", 8, 16)] {
+            let got: Vec<f32> = mixing.chunks(24).flat_map(|m| m[from..from + width].to_vec()).collect();
+            close(&got, &golden.floats(&format!("{at}.{site}.{name}")), width, &format!("{at}.{site}.{name}"));
+        }
+        if let (Point::Attention(1..), true) = (point, layer > 0) {
+            let streams = keep(&read(&ws.streams.x, 4 * n * hidden)?, 4 * hidden);
+            let before = format!("layer{}.streams", layer - 1);
+            close(&streams, &golden.floats(&before), 4 * hidden, &before);
+        }
+        if matches!(point, Point::Attention(1 | 3)) {
+            let mut picks = vec![0; n * top];
+            dev.read(&ws.attention.picks, &mut picks)?;
+            let want = golden.ids(&format!("{at}.index_topk"));
+            for t in 0..n {
+                let mut want: Vec<u32> = want[t * top..(t + 1) * top].iter().copied().filter(|&w| w < 512).collect();
+                want.sort_unstable();
+                let visible = (t + 1) / 4;
+                // Where all are read, nothing is chosen.
+                let all: Vec<u32> = (0..visible as u32).collect();
+                let got = if visible > top { &picks[t * top..(t + 1) * top] } else { &all };
+                assert_eq!(got, want, "{at} row {t}");
+            }
+        }
+        if let Point::Experts(_) = point {
+            let mut chosen = vec![0; n * 4];
+            dev.read(&ws.experts.ids, &mut chosen)?;
+            assert_eq!(chosen, golden.ids(&format!("{at}.router_pick")), "{at}");
+            let mut weights = vec![0.0; n * 4];
+            dev.read(&ws.experts.weights, &mut weights)?;
+            close(&weights, &golden.floats(&format!("{at}.router_weight")), 4, &format!("{at}.router_weight"));
+        }
+        Ok(())
+    };
+    let delta = StepDelta { admit: vec![admit(0, 0)], rows: Some(rows(0, &ids)), ..StepDelta::default() };
+    dev.stage(&delta).expect("staged");
+    let key = StepKey { rows: n as u32, heads: n as u32, ctx: CtxClass::Short, part: Part::Forward };
+    dev.step(key, &mut |dev| model.step_tapped(dev, key, &mut tap)).expect("a step");
+    assert_eq!(compared, 9, "two blocks in each of four layers, and the head");
+}
+
+/// Chunks and threads change nothing, to the last bit.
+#[test]
+fn rows_are_invariant() {
+    let ids = Golden::open("golden.safetensors").ids("long.input_ids");
+    let want = Rig::load(&native(), 2).prompt(0, &ids, ids.len());
+    let mut compared = 0;
+    for threads in [1, 3] {
+        let mut rig = Rig::load(&native(), threads);
+        for chunk in [1, 3, 16, 127, 128, 129, 300] {
+            // The slot, its rings and its blocks hold what the last round left.
+            let got = rig.prompt(0, &ids, chunk);
+            compared += same_bits(&got, &want, &format!("chunks of {chunk} on {threads} threads"));
+        }
+    }
+    assert_eq!(compared, 14 * 300 * VOCAB);
+}
+
+/// Sequences of different lengths share steps, one is admitted into a slot that another just left, and a prompt that is
+/// shorter than any compressor's window follows a long one: each gives what it gives alone.
+#[test]
+fn strangers_change_nothing() {
+    let golden = Golden::open("golden.safetensors");
+    let [short, mid, long] = ["short", "mid", "long"].map(|name| golden.ids(&format!("{name}.input_ids")));
+    let alone = |ids: &[u32]| Rig::load(&native(), 2).prompt(0, ids, ids.len());
+    let want = [&short, &mid, &long].map(|ids| alone(ids));
+    let mut rig = Rig::load(&native(), 2);
+    // Long in slot 3, a few tokens a step; mid, short and short again one after the other in slot 1, by one token.
+    let (mut got_long, mut got_others) = (Vec::new(), vec![Vec::new(); 3]);
+    let others: Vec<(usize, u32)> =
+        [&mid, &short, &short].iter().enumerate().flat_map(|(i, ids)| ids.iter().map(move |&id| (i, id))).collect();
+    let mut last = usize::MAX;
+    for (step, tokens) in long.chunks(2).enumerate() {
+        let mut admits = if step == 0 { vec![admit(3, 0)] } else { Vec::new() };
+        let other = others.get(step);
+        if let Some(&(i, _)) = other.filter(|other| other.0 != last) {
+            admits.push(admit(1, 0));
+            last = i;
+        }
+        let mut table = rows(3, tokens);
+        if let Some(&(_, id)) = other {
+            table.extend(rows(1, &[id]));
+        }
+        let logits = rig.step(admits, table);
+        let (ours, theirs) = logits.split_at(tokens.len() * VOCAB);
+        got_long.extend_from_slice(ours);
+        if let Some(&(i, _)) = other {
+            got_others[i].extend_from_slice(theirs);
+        }
+    }
+    assert_eq!(same_bits(&got_long, &want[2], "long"), 300 * VOCAB);
+    let got_mid = &got_others[0];
+    assert!(same_bits(got_mid, &want[1][..got_mid.len()], "mid") > 130 * VOCAB);
+    for (i, got) in got_others[1..].iter().enumerate() {
+        same_bits(got, &want[0][..got.len()], &format!("short, time {i}"));
+    }
+    // Where nothing else runs: the slot of the long one, right after it.
+    assert_eq!(same_bits(&rig.prompt(3, &short, 7), &want[0], "short after long"), 7 * VOCAB);
+}
+
+/// Tokens that were computed and taken back leave no trace, in every phase of both compressors' windows.
+#[test]
+fn taking_positions_back_is_a_cursor_move() {
+    let ids = Golden::open("golden.safetensors").ids("long.input_ids");
+    let want = Rig::load(&native(), 2).prompt(0, &ids, ids.len());
+    let mut rig = Rig::load(&native(), 2);
+    let mut cases = 0;
+    for n in (1..21).chain(120..140).chain(250..260) {
+        for k in 1..=4 {
+            rig.prompt(0, &ids[..n], n);
+            let wrong: Vec<u32> = ids[n..n + k].iter().map(|id| (id + 100) % VOCAB as u32).collect();
+            rig.step(Vec::new(), rows(0, &wrong));
+            let mut got = rig.step(vec![admit(0, n as u32)], rows(0, &ids[n..n + 1]));
+            got.extend(rig.step(Vec::new(), rows(0, &ids[n + 1..n + 9])));
+            same_bits(&got, &want[n * VOCAB..(n + 9) * VOCAB], &format!("{k} tokens after {n} taken back"));
+            cases += 1;
+        }
+    }
+    assert_eq!(cases, 200);
+}
