@@ -9,6 +9,8 @@
 mod common;
 mod cpu;
 
+use std::sync::{Mutex, PoisonError};
+
 use cpu::{Output, Rig};
 use serde::Deserialize;
 
@@ -164,11 +166,15 @@ fn logit_errors(logits: &Logits, output: &Output) -> (f32, f32) {
     errors
 }
 
+/// Held by the model that runs: two engines at once would only take each other's cores.
+static TURN: Mutex<()> = Mutex::new(());
+
 /// Runs all prompts and all f32 texts together.
 ///
 /// `matched`: on how many prompts f32, int8 rows and llama.cpp are matched to the end, and on how many some of them is.
 /// Arc's bits are the same on every machine, so these are what was counted once; fewer is a change to look into.
 fn check(name: &str, model: &str, matched: [usize; 4]) {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let golden: Golden = serde_json::from_str(&cpu::golden(name)).expect("the golden is what greedy.py writes");
     let (cases, n_new) = (&golden.cases, golden.n_new);
     assert!(cases.len() >= 20 && n_new == 64);
