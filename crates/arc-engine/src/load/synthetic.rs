@@ -17,10 +17,11 @@ mod sizes;
 pub mod table;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::PathBuf;
 
 pub use sizes::{V4Layer, V4Sizes};
-use table::{Class, TensorSpec};
+use table::{Class, GgufNames, TensorSpec};
 
 use super::LoadError;
 
@@ -31,7 +32,7 @@ pub const PREFIX: &str = "synthetic:";
 pub const NAMES: [&str; 3] = ["deepseek-v4-tiny", "deepseek-v4-slice", "deepseek-v4-flash"];
 
 /// A model of random weights.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Synthetic {
     /// As it was asked for, options included.
     pub name: String,
@@ -43,6 +44,7 @@ pub struct Synthetic {
     tensors: Vec<TensorSpec>,
     /// Index into `tensors` by name.
     by_name: BTreeMap<String, usize>,
+    names: GgufNames,
 }
 
 impl Synthetic {
@@ -83,7 +85,7 @@ impl Synthetic {
         }
         let tensors = table::gguf(&sizes);
         let by_name = tensors.iter().enumerate().map(|(idx, tensor)| (tensor.name.clone(), idx)).collect();
-        Ok(Self { name: name.to_owned(), sizes, seed, tensors, by_name })
+        Ok(Self { name: name.to_owned(), sizes, seed, tensors, by_name, names: GgufNames::default() })
     }
 
     /// Every tensor, in the order of the model.
@@ -96,6 +98,17 @@ impl Synthetic {
         self.by_name.get(name).map(|&idx| &self.tensors[idx])
     }
 
+    /// The tensor that holds a released one ([`GgufNames::of`]), and which rows of it: one expert's, or all.
+    pub fn released(&self, name: &str) -> Option<(&TensorSpec, Range<usize>)> {
+        let (name, expert) = self.names.of(name)?;
+        let tensor = self.find(&name)?;
+        let Some(expert) = expert.filter(|&expert| expert < self.sizes.n_experts) else {
+            return expert.is_none().then_some((tensor, 0..tensor.rows()));
+        };
+        let rows = tensor.rows() / self.sizes.n_experts;
+        Some((tensor, expert * rows..(expert + 1) * rows))
+    }
+
     /// Writes rows `first_row ..` of a tensor. `out`: a whole number of rows, [`TensorSpec::row_bytes`] each, as they
     /// would lie in a file. Panics for rows that the tensor does not have.
     pub fn fill(&self, tensor: &TensorSpec, first_row: usize, out: &mut [u8]) {
@@ -104,8 +117,13 @@ impl Synthetic {
 
     /// All bytes of a tensor.
     pub fn bytes(&self, tensor: &TensorSpec) -> Vec<u8> {
-        let mut out = vec![0; tensor.n_bytes()];
-        self.fill(tensor, 0, &mut out);
+        self.rows(tensor, 0..tensor.rows())
+    }
+
+    /// The bytes of some rows of a tensor.
+    pub fn rows(&self, tensor: &TensorSpec, rows: Range<usize>) -> Vec<u8> {
+        let mut out = vec![0; rows.len() * tensor.row_bytes()];
+        self.fill(tensor, rows.start, &mut out);
         out
     }
 

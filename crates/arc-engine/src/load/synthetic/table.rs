@@ -4,6 +4,8 @@
 //! compressors, indexer, router and hyper-connection matrices; F32 for norms, sinks, biases and the other vectors.
 //! Released: FP8 squares and FP4 groups with their scales as tensors of their own, BF16 and F32 for the rest.
 
+use std::collections::BTreeMap;
+
 use arc_device::format::Format;
 
 use super::{V4Layer, V4Sizes};
@@ -446,6 +448,60 @@ pub fn released(sizes: &V4Sizes) -> Vec<ReleasedSpec> {
         }
     }
     all
+}
+
+/// From released names to GGUF's.
+#[derive(Clone, Debug)]
+pub struct GgufNames {
+    /// Names inside a layer or an MTP block, and at the top.
+    block: BTreeMap<&'static str, &'static str>,
+    top: BTreeMap<&'static str, &'static str>,
+}
+
+impl Default for GgufNames {
+    fn default() -> Self {
+        // Names do not depend on sizes; the two kinds of layer together have all of them.
+        let s = V4Sizes::tiny();
+        let both = [V4Layer { ratio: 4, hash: false }, V4Layer { ratio: 4, hash: true }];
+        let names = |entry: Entry| (entry.released, entry.gguf);
+        Self {
+            block: both.into_iter().flat_map(|kind| layer(&s, kind)).chain(mtp(&s)).map(names).collect(),
+            top: top(&s).into_iter().map(names).collect(),
+        }
+    }
+}
+
+impl GgufNames {
+    /// The tensor that holds a released one: its name, and of a routed expert's matrix the expert's number, its place
+    /// in the outermost dimension. `released`: with or without `.weight` where the tensor has a scale beside it. `None`
+    /// for a name that no DeepSeek-V4 has, scales included.
+    ///
+    /// `layers.3.ffn.experts.5.w1` gives `blk.3.ffn_gate_exps.weight` and 5; `mtp.0.attn.wkv` gives
+    /// `mtp.0.attn_kv.weight`.
+    pub fn of(&self, released: &str) -> Option<(String, Option<usize>)> {
+        let mut parts = released.splitn(3, '.');
+        let (prefix, name, names) = match (parts.next()?, parts.next(), parts.next()) {
+            ("layers", Some(layer), Some(name)) => (format!("blk.{}.", number(layer)?), name, &self.block),
+            ("mtp", Some(block), Some(name)) => (format!("mtp.{}.", number(block)?), name, &self.block),
+            _ => (String::new(), released, &self.top),
+        };
+        let (name, expert) = match name.strip_prefix("ffn.experts.") {
+            None => (name.to_owned(), None),
+            Some(rest) => {
+                let (expert, rest) = rest.split_once('.')?;
+                (format!("ffn.experts.{{e}}.{rest}"), Some(number(expert)?))
+            }
+        };
+        let bare = name.strip_suffix(".weight").unwrap_or(&name);
+        let found = names.get(name.as_str()).or_else(|| names.get(bare))?;
+        Some((format!("{prefix}{found}"), expert))
+    }
+}
+
+/// A number as names have it: digits, no leading zero.
+fn number(text: &str) -> Option<usize> {
+    let number = text.parse::<usize>().ok()?;
+    (number.to_string() == text).then_some(number)
 }
 
 /// Parameters of the trunk. Integers that are looked up are none.

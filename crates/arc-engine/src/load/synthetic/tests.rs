@@ -1,4 +1,4 @@
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use arc_device::format::Format;
 
@@ -189,6 +189,42 @@ fn released_names_have_their_scales() {
     let count = |stored| tensors.iter().filter(|tensor| tensor.stored == stored).count();
     assert_eq!((count(Stored::Fp4), count(Stored::Fp8), count(Stored::I64)), (90, 44, 2));
     assert_eq!(tensors.iter().map(|tensor| tensor.n_tensors()).sum::<usize>(), 367);
+}
+
+/// Every released tensor is some rows of one tensor here, and every row here is of exactly one.
+#[test]
+fn released_names_lead_to_the_rows_that_hold_them() {
+    let model = open("synthetic:deepseek-v4-tiny");
+    let mut covered: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+    for spec in released(&model.sizes) {
+        let (tensor, rows) = model.released(&spec.name).expect(&spec.name);
+        assert_eq!(rows.len() * tensor.cols(), spec.shape.iter().product::<usize>(), "{}", spec.name);
+        assert_eq!(tensor.cols(), *spec.shape.last().expect("no scalars"), "{}", spec.name);
+        covered.entry(&tensor.name).or_default().extend(rows.clone());
+        if spec.n_tensors() == 2 {
+            let (again, same) = model.released(&format!("{}.weight", spec.name)).expect("with .weight");
+            assert_eq!((&again.name, same), (&tensor.name, rows));
+        }
+    }
+    assert_eq!(covered.len(), model.tensors().len());
+    for (name, rows) in covered {
+        assert_eq!(rows, (0..model.find(name).expect(name).rows()).collect::<Vec<_>>(), "{name}");
+    }
+    let (tensor, rows) = model.released("layers.3.ffn.experts.5.w2.weight").expect("an expert");
+    assert_eq!((tensor.name.as_str(), rows), ("blk.3.ffn_down_exps.weight", 5 * 256..6 * 256));
+    for name in [
+        "layers.3.ffn.experts.6.w1",
+        "layers.3.ffn.experts.05.w1",
+        "layers.9.attn.wkv",
+        "layers.0.attn.wkv.scale",
+        "layers.0.e_proj",
+        "blk.0.attn_kv.weight",
+        "embed",
+        "layers.",
+        "",
+    ] {
+        assert!(model.released(name).is_none(), "{name}");
+    }
 }
 
 #[test]
