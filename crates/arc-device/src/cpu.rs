@@ -1,6 +1,6 @@
 //! The CPU device: a thread team, SIMD kernels, and the same slots and ring that a GPU would have.
 //!
-//! A step runs inside [`Steps::step`](crate::Steps::step) on the calling thread and its team, so it has landed when the
+//! A step runs inside [`Steps::step`] on the calling thread and its team, so it has landed when the
 //! call returns. Nothing is recorded: every stage is dispatched again, which costs a microsecond.
 
 pub(crate) mod buf;

@@ -5,7 +5,7 @@
 pub enum MemoryClass {
     /// Parameters; written once at load.
     Weights,
-    /// KV pools, rings, slots; sized from [`step::Limits`].
+    /// KV pools, rings, slots; sized from [`Limits`](crate::step::Limits).
     State,
     /// Scratch of a step, sized for the largest and reused by every layer.
     Workspace,

@@ -1,6 +1,6 @@
 //! One home for "which vector instructions may this process use".
 //!
-//! A hot loop is written once, in plain Rust, and compiled three times by [`multiversion!`]: for the target's baseline,
+//! A hot loop is written once, in plain Rust, and compiled three times by `multiversion!`: for the target's baseline,
 //! for AVX2 + FMA, and for AVX-512 with VNNI. [`isa`] picks at run time. The three give the same bits, because Rust
 //! neither contracts `a * b + c` nor reassociates float sums: where a fused multiply-add is wanted the code says
 //! `f32::mul_add`, and where lanes are summed it says in which order.

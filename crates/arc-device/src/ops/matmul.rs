@@ -1,6 +1,6 @@
 //! Products of activations with stored weights.
 //!
-//! `out[r, n] = sum over k of x[r, k] * w[n, k]`, `w` `[out, in]` in any [`Format`](crate::format::Format).
+//! `out[r, n] = sum over k of x[r, k] * w[n, k]`, `w` `[out, in]` in any [`Format`].
 //!
 //! # Integer-coded formats: exact
 //!
