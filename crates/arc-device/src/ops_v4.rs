@@ -24,6 +24,7 @@ use crate::ops::compress::Compressor;
 use crate::ops::hc::HcConfig;
 use crate::ops::index::IndexConfig;
 use crate::ops::latent::{LatentConfig, RowFormat};
+use crate::ops::quant::Inputs;
 use crate::ops::router::RouterConfig;
 use crate::{Buffers, Norm, Ops};
 
@@ -162,6 +163,9 @@ pub struct LatentLayer<'a, D: Buffers> {
     pub row_format: RowFormat,
     /// How index rows are kept.
     pub key_format: RowFormat,
+    /// How the inputs of `low`, `q_b`, the indexer's `q_b`, `out_a` and `out_b` are rounded; compressors and index weights
+    /// read f32.
+    pub inputs: Inputs,
     /// `[context, ROPE_DIM / 2, 2]` f32: cosine and sine by position.
     pub rope_table: &'a D::Buf<f32>,
 }
@@ -214,6 +218,8 @@ pub struct ExpertConfig {
     pub ffn: usize,
     /// Clamp of the gated unit.
     pub limit: f32,
+    /// How the inputs of every expert's matrices are rounded; the gate reads f32.
+    pub inputs: Inputs,
 }
 
 /// Workspace of a block of experts.
@@ -256,6 +262,7 @@ pub trait OpsV4: Ops {
         ws: &mut LatentWork<Self>,
         h: &Self::Buf<f32>,
         w: &LatentWeights<Self>,
+        layer: &LatentLayer<'_, Self>,
         rows: usize,
     ) -> Result<()>;
 
@@ -310,6 +317,7 @@ pub trait OpsV4: Ops {
         out: &mut Self::Buf<f32>,
         ws: &LatentWork<Self>,
         w: &LatentWeights<Self>,
+        layer: &LatentLayer<'_, Self>,
         rows: usize,
     ) -> Result<()>;
 

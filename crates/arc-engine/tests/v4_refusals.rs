@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use arc_device::trace::Trace;
 use arc_engine::load::ModelFile;
+use arc_engine::model::deepseek_v4::{Numerics, V4Config};
 use arc_engine::model::{Model, ModelConfig};
 use safetensors::tensor::{Dtype, TensorView};
 use safetensors::{SafeTensors, serialize};
@@ -55,7 +56,10 @@ impl Variant {
     fn problem(&self) -> String {
         let file = ModelFile::open(&self.0).expect("the container is sound");
         let load = || {
-            let config = ModelConfig::read(&file)?;
+            let mut config = ModelConfig::read(&file)?;
+            if let ModelConfig::DeepseekV4(config) = &mut config {
+                config.set_numerics(Numerics::Reference);
+            }
             Model::load(&mut Trace::new(limits(), 64), &file, &config, &limits())
         };
         match load() {
@@ -149,4 +153,31 @@ fn a_tensor_is_refused_by_its_name() {
         let found = Variant::new(name, &|_| {}, Some(&*change)).problem();
         assert!(found.contains(&want), "{name}: {found}, should name {want}");
     }
+}
+
+/// Stored rows and rounded inputs come in blocks, which not every size is made of.
+#[test]
+fn numerics_refuse_sizes_that_they_cannot_block() {
+    let file = ModelFile::open(&native()).expect("the fixture opens");
+    let config = || match ModelConfig::read(&file) {
+        Ok(ModelConfig::DeepseekV4(config)) => config,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(config().numerics(), Numerics::Serving, "what is not asked for");
+    let problem = |change: fn(&mut V4Config), numerics: Numerics| {
+        let mut config = config();
+        config.set_numerics(numerics);
+        change(&mut config);
+        let config = ModelConfig::DeepseekV4(config);
+        Model::load(&mut Trace::new(limits(), 64), &file, &config, &limits()).err().map(|error| error.to_string())
+    };
+    for numerics in Numerics::ALL {
+        assert_eq!(Numerics::from_name(numerics.name()), Some(numerics));
+        assert_eq!(problem(|_| {}, numerics), None, "{numerics:?}");
+        let found = problem(|config| config.index.dim = 64, numerics).expect("another shape than the tensors'");
+        assert_eq!(found.contains("index_head_dim"), numerics != Numerics::Reference, "{numerics:?}: {found}");
+    }
+    let full = problem(|config| config.q_rank = 96, Numerics::Simulated { fp8_inputs: true });
+    assert!(full.is_some_and(|full| full.contains("q_lora_rank")));
+    assert_eq!(Numerics::from_name("bf16"), None);
 }

@@ -14,6 +14,7 @@ use crate::ops::matmul::cpu::{matmul, matmul_pairs, part_pair_tile, part_tile, s
 use crate::ops::matmul::pack::PackedMatrix;
 use crate::ops::moe::{assign, clamped_silu};
 use crate::ops::norm::{rms_norm, rms_norm_in_place, rms_scale};
+use crate::ops::quant::{FP8_INPUT_BLOCK, Inputs, fp8_round_trip, int8_round_trip};
 use crate::ops::router::{Choice, MAX_EXPERTS, choose, scores};
 use crate::ops_v4::{
     CompressorWeights, ExpertConfig, ExpertWeights, ExpertWork, HcHead, HcSite, Incoming, LatentLayer, LatentState,
@@ -36,6 +37,16 @@ impl Cpu {
             // SAFETY: a tile's columns are written by the task that has the tile.
             unsafe { store(out, stride, first, lanes, row, block, |_, out, value| *out = value) };
         });
+    }
+}
+
+/// Rounds a matrix's input. Integer-coded weights are left to their own rounding.
+fn round(inputs: Inputs, w: &PackedMatrix, row: &mut [f32]) {
+    match inputs {
+        Inputs::F32 => {}
+        Inputs::Fp8 => fp8_round_trip(row, FP8_INPUT_BLOCK),
+        Inputs::Int8 if w.is_fp8() => int8_round_trip(row),
+        Inputs::Int8 => {}
     }
 }
 
@@ -160,10 +171,14 @@ impl OpsV4 for Cpu {
         ws: &mut LatentWork<Self>,
         h: &Aligned<f32>,
         w: &LatentWeights<Self>,
+        layer: &LatentLayer<'_, Self>,
         rows: usize,
     ) -> Result<()> {
         let dim = w.low.cols;
-        self.project(&mut ws.low, &w.low, rows, &|r, row| row.copy_from_slice(row_of(h, r, dim)));
+        self.project(&mut ws.low, &w.low, rows, &|r, row| {
+            row.copy_from_slice(row_of(h, r, dim));
+            round(layer.inputs, &w.low, row);
+        });
         if let Some(pool) = &w.pool {
             self.project(&mut ws.pool, &pool.matrix, rows, &|r, row| row.copy_from_slice(row_of(h, r, dim)));
         }
@@ -182,12 +197,14 @@ impl OpsV4 for Cpu {
         let (att, rank) = (layer.attention, layer.q_rank);
         let (q_dim, dim, low_dim) = (att.q_dim(), att.dim, rank + att.dim);
         let low = &ws.low;
-        let queries =
-            |r: usize, row: &mut [f32]| rms_norm(row, &low[r * low_dim..r * low_dim + rank], &w.q_norm, att.eps);
-        self.project(&mut ws.q, &w.q_b, rows, &queries);
+        let query = |w_b: &PackedMatrix, r: usize, row: &mut [f32]| {
+            rms_norm(row, &low[r * low_dim..r * low_dim + rank], &w.q_norm, att.eps);
+            round(layer.inputs, w_b, row);
+        };
+        self.project(&mut ws.q, &w.q_b, rows, &|r, row| query(&w.q_b, r, row));
         let index = layer.index.zip(w.pool.as_ref().and_then(|pool| pool.index.as_ref())).filter(|_| select);
         if let Some((_, index)) = index {
-            self.project(&mut ws.index_q, &index.q_b, rows, &queries);
+            self.project(&mut ws.index_q, &index.q_b, rows, &|r, row| query(&index.q_b, r, row));
         }
         let index_dims = index.map_or((0, 1), |((index, _), _)| (index.heads * index.dim, index.dim));
         let infos = &self.state.infos()[..rows];
@@ -360,6 +377,10 @@ impl OpsV4 for Cpu {
                 let angles = angles(table, infos[r].pos as usize);
                 row.chunks_exact_mut(att.dim).for_each(|head| inverse_rope(head, angles));
             }
+            // The released kernels do not round what this one reads.
+            if layer.inputs != Inputs::Fp8 {
+                round(layer.inputs, &w.out_a, row);
+            }
         });
         let (grouped, acts) = (ws.grouped.shared(), &self.acts);
         let tiles = w.out_a.parts[0].n_tiles();
@@ -380,10 +401,14 @@ impl OpsV4 for Cpu {
         out: &mut Aligned<f32>,
         ws: &LatentWork<Self>,
         w: &LatentWeights<Self>,
+        layer: &LatentLayer<'_, Self>,
         rows: usize,
     ) -> Result<()> {
         let cols = w.out_b.cols;
-        self.project(out, &w.out_b, rows, &|r, row| row.copy_from_slice(row_of(&ws.grouped, r, cols)));
+        self.project(out, &w.out_b, rows, &|r, row| {
+            row.copy_from_slice(row_of(&ws.grouped, r, cols));
+            round(layer.inputs, &w.out_b, row);
+        });
         Ok(())
     }
 
@@ -413,7 +438,10 @@ impl OpsV4 for Cpu {
             choose(ids, weights, score, &choice, &cfg.router);
         });
         assign(&mut ws.order, &mut ws.bounds[..=experts], &ws.ids[..rows * chosen], chosen, |r| infos[r].live);
-        self.acts.fill(&mut self.team, &w.shared_up, rows, &|r, row| row.copy_from_slice(row_of(h, r, hidden)));
+        self.acts.fill(&mut self.team, &w.shared_up, rows, &|r, row| {
+            row.copy_from_slice(row_of(h, r, hidden));
+            round(cfg.inputs, &w.shared_up, row);
+        });
         let out = ws.shared.shared();
         matmul_pairs(&mut self.team, &w.shared_up, &self.acts, rows, &|first, lanes, row, gate, up| {
             clamped_silu(gate.as_flattened_mut(), up.as_flattened(), cfg.limit);
@@ -438,6 +466,7 @@ impl OpsV4 for Cpu {
         let n = bounds[cfg.router.experts] as usize;
         self.acts.fill_rows(&mut self.team, hidden, w.up.reads_quantised(), n, &|i, row| {
             row.copy_from_slice(row_of(h, order[i] as usize / chosen, hidden));
+            round(cfg.inputs, &w.up, row);
         });
         let (mid, acts) = (ws.mid.shared(), &self.acts);
         let tiles = w.up.parts[0].n_tiles();
@@ -473,7 +502,9 @@ impl OpsV4 for Cpu {
         let n = bounds[cfg.router.experts] as usize;
         let quantise = w.down.reads_quantised() || w.shared_down.reads_quantised();
         self.acts.fill_rows(&mut self.team, ffn, quantise, n + rows, &|i, row| {
-            row.copy_from_slice(if i < n { row_of(&ws.mid, i, ffn) } else { row_of(&ws.shared, i - n, ffn) });
+            let (from, i, w) = if i < n { (&ws.mid, i, &w.down) } else { (&ws.shared, i - n, &w.shared_down) };
+            row.copy_from_slice(row_of(from, i, ffn));
+            round(cfg.inputs, w, row);
         });
         let (out, acts) = (out.shared(), &self.acts);
         self.team.run(w.shared_down.parts[0].n_tiles(), &|t, scratch| {

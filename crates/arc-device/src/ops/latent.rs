@@ -24,6 +24,7 @@
 use super::compress::DRAFT_ROWS;
 use super::kv::cpu::rotate;
 use super::kv::{Rope, RopeStyle};
+use super::quant::{self, KvRow};
 use crate::math::exp;
 use crate::simd::multiversion;
 
@@ -195,49 +196,86 @@ multiversion! {
     }
 }
 
-/// How rows of recent and compressed tokens, and index rows, are kept.
+/// How rows of recent and compressed tokens, and index rows, are kept. The round trips are those of [`quant`].
+///
+/// [`quant`]: super::quant
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RowFormat {
     /// `[dim]` f32, little-endian.
     F32,
+    /// A row as f32, its unrotated values after the FP8 round trip.
+    RoundedFp8,
+    /// A row as E4M3 codes, BF16 for the rotated values, and scales: 584 bytes of 512 values.
+    Fp8,
+    /// An index row as f32, transformed and after the FP4 round trip.
+    RoundedFp4,
+    /// An index row transformed, rounded to BF16, as E2M1 codes and scales: 68 bytes of 128 values.
+    Fp4,
 }
 
 impl RowFormat {
     /// Bytes of a row of `dim` values.
     pub fn row_bytes(self, dim: usize) -> usize {
         match self {
-            RowFormat::F32 => 4 * dim,
+            RowFormat::F32 | RowFormat::RoundedFp8 | RowFormat::RoundedFp4 => 4 * dim,
+            RowFormat::Fp8 => kv_row(dim).bytes(),
+            RowFormat::Fp4 => quant::INDEX_ROW_BYTES,
         }
     }
 
-    /// What storing a row and reading it again would leave of it.
+    /// What storing a row and reading it again leaves of it. Once more changes nothing, but for index rows, whose
+    /// transform is part of it.
     pub(crate) fn round(self, x: &mut [f32]) {
+        let plain = x.len() - ROPE_DIM;
         match self {
-            RowFormat::F32 => _ = x,
+            RowFormat::F32 => {}
+            RowFormat::RoundedFp8 => quant::fp8_round_trip(&mut x[..plain], quant::KV_BLOCK),
+            RowFormat::Fp8 => {
+                quant::fp8_round_trip(&mut x[..plain], quant::KV_BLOCK);
+                quant::round_to_bf16(&mut x[plain..]);
+            }
+            RowFormat::RoundedFp4 => quant::simulate_index_row(x),
+            RowFormat::Fp4 => {
+                quant::hadamard(x);
+                quant::round_to_bf16(x);
+                quant::fp4_round_trip(x);
+            }
         }
     }
 
-    /// Stores a row. `out`: `row_bytes(x.len())`.
+    /// Stores a row, rounding it. `out`: `row_bytes(x.len())`.
     pub(crate) fn write(self, out: &mut [u8], x: &[f32]) {
+        let mut buf = [0.0; MAX_DIM];
+        let row = &mut buf[..x.len()];
+        row.copy_from_slice(x);
         match self {
-            RowFormat::F32 => {
-                for (out, x) in out.as_chunks_mut::<4>().0.iter_mut().zip(x) {
+            RowFormat::F32 | RowFormat::RoundedFp8 | RowFormat::RoundedFp4 => {
+                self.round(row);
+                for (out, x) in out.as_chunks_mut::<4>().0.iter_mut().zip(row) {
                     *out = x.to_le_bytes();
                 }
             }
+            RowFormat::Fp8 => quant::pack_kv_row(kv_row(x.len()), x, out),
+            RowFormat::Fp4 => quant::pack_index_row(row, out),
         }
     }
 
     /// Reads a row. `bytes`: `row_bytes(out.len())`.
     pub(crate) fn read(self, bytes: &[u8], out: &mut [f32]) {
         match self {
-            RowFormat::F32 => {
+            RowFormat::F32 | RowFormat::RoundedFp8 | RowFormat::RoundedFp4 => {
                 for (bytes, out) in bytes.as_chunks::<4>().0.iter().zip(out) {
                     *out = f32::from_le_bytes(*bytes);
                 }
             }
+            RowFormat::Fp8 => quant::unpack_kv_row(kv_row(out.len()), bytes, out),
+            RowFormat::Fp4 => quant::unpack_index_row(bytes, out),
         }
     }
+}
+
+fn kv_row(dim: usize) -> KvRow {
+    KvRow { nope: dim - ROPE_DIM, rope: ROPE_DIM }
 }
 
 #[cfg(test)]

@@ -44,6 +44,18 @@ pub const INDEX_BLOCK: usize = 32;
 /// Bytes of an index row.
 pub const INDEX_ROW_BYTES: usize = INDEX_DIM / 2 + INDEX_DIM / INDEX_BLOCK;
 
+/// How the inputs of linears are rounded whose weights the release stores in FP8 or FP4.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Inputs {
+    /// Not at all.
+    F32,
+    /// By [`fp8_round_trip`], as the released kernels do, the first output projection of attention excepted.
+    Fp8,
+    /// To int8 per 32 values, where weights are integer-coded or FP8: integer-coded ones by their own contract, FP8 ones
+    /// by [`int8_round_trip`].
+    Int8,
+}
+
 /// The scale byte of a block that holds a NaN or an infinity.
 const POISON: u8 = 255;
 

@@ -47,7 +47,14 @@ impl OpsV4 for Trace {
         self.stage("hc_site", format!("{STREAMS}x{} f32{first}", cfg.dim), bytes(&site.mix), 0)
     }
 
-    fn attn_in(&mut self, ws: &mut LatentWork<Self>, h: &TraceBuf, w: &LatentWeights<Self>, rows: usize) -> Result<()> {
+    fn attn_in(
+        &mut self,
+        ws: &mut LatentWork<Self>,
+        h: &TraceBuf,
+        w: &LatentWeights<Self>,
+        _layer: &LatentLayer<'_, Self>,
+        rows: usize,
+    ) -> Result<()> {
         self.needs("attn_in", h, rows * w.low.cols)?;
         self.needs("attn_in", &ws.low, rows * w.low.rows)?;
         let (mut what, mut read) = (shape(&w.low), w.low.bytes);
@@ -135,6 +142,7 @@ impl OpsV4 for Trace {
         out: &mut TraceBuf,
         ws: &LatentWork<Self>,
         w: &LatentWeights<Self>,
+        _layer: &LatentLayer<'_, Self>,
         rows: usize,
     ) -> Result<()> {
         self.needs("attn_out_b", out, rows * w.out_b.rows)?;

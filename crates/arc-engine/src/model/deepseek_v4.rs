@@ -119,14 +119,14 @@ impl<D: OpsV4> DeepseekV4<D> {
             let incoming = if i == 0 { Incoming::Embedding(&ws.y) } else { Incoming::Output(&ws.y) };
             let attn_norm = Norm { weight: &l.attn_norm, eps };
             dev.hc_site(&mut ws.h, &mut ws.streams, incoming, &l.attn_site, &c.hc, attn_norm, rows)?;
-            dev.attn_in(&mut ws.attention, &ws.h, &l.attention, rows)?;
+            dev.attn_in(&mut ws.attention, &ws.h, &l.attention, &attention, rows)?;
             dev.attn_q_kv(&mut ws.attention, state, &l.attention, &attention, select, rows)?;
             if select {
                 dev.index_select(&mut ws.attention, state, &attention, rows)?;
             }
             dev.attn_latent(&mut ws.attention, state, &l.attention, &attention, select, rows)?;
             dev.attn_out_a(&mut ws.attention, &l.attention, &attention, rows)?;
-            dev.attn_out_b(&mut ws.y, &ws.attention, &l.attention, rows)?;
+            dev.attn_out_b(&mut ws.y, &ws.attention, &l.attention, &attention, rows)?;
             tap(dev, Point::Attention(i), ws)?;
             let (output, ffn_norm) = (Incoming::Output(&ws.y), Norm { weight: &l.ffn_norm, eps });
             dev.hc_site(&mut ws.h, &mut ws.streams, output, &l.ffn_site, &c.hc, ffn_norm, rows)?;
@@ -150,6 +150,7 @@ fn latent_layer<'a, D: Buffers>(c: &V4Config, rope: &'a [D::Buf<f32>; 2], kind: 
         index: c.keys(kind).map(|keys| (c.index, keys)),
         row_format: c.row_format(),
         key_format: c.key_format(),
+        inputs: c.experts.inputs,
         rope_table: &rope[usize::from(kind != LayerKind::Window)],
     }
 }

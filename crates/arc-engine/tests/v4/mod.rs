@@ -8,6 +8,7 @@ use arc_device::ops::sample::SamplerConfig;
 use arc_device::step::{BLOCK_TOKENS, CtxClass, Limits, Part, Row, SlotInit, StepDelta, StepKey, row_flags};
 use arc_device::{DeviceLoop, Landing};
 use arc_engine::load::ModelFile;
+use arc_engine::model::deepseek_v4::Numerics;
 use arc_engine::model::{Model, ModelConfig};
 use arc_engine::runner::Runner;
 use safetensors::tensor::{Dtype, TensorView};
@@ -119,17 +120,24 @@ pub fn bf16() -> PathBuf {
     folder
 }
 
+pub fn load(folder: &Path, numerics: Numerics, threads: usize) -> (Cpu, Model<Cpu>) {
+    let file = ModelFile::open(folder).expect("the fixture opens");
+    let mut config = ModelConfig::read(&file).expect("the fixture has a configuration");
+    let ModelConfig::DeepseekV4(v4) = &mut config else { panic!("the fixture is a DeepSeek-V4") };
+    v4.set_numerics(numerics);
+    let mut dev = Cpu::new(threads, limits());
+    let model = Model::load(&mut dev, &file, &config, &limits()).expect("the fixture loads");
+    (dev, model)
+}
+
 /// A loaded model.
 pub struct Rig {
     pub runner: Runner<Cpu>,
 }
 
 impl Rig {
-    pub fn load(folder: &Path, threads: usize) -> Rig {
-        let file = ModelFile::open(folder).expect("the fixture opens");
-        let config = ModelConfig::read(&file).expect("the fixture has a configuration");
-        let mut dev = Cpu::new(threads, limits());
-        let model = Model::load(&mut dev, &file, &config, &limits()).expect("the fixture loads");
+    pub fn load(folder: &Path, numerics: Numerics, threads: usize) -> Rig {
+        let (dev, model) = load(folder, numerics, threads);
         Rig { runner: Runner::new(dev, model) }
     }
 
@@ -164,10 +172,9 @@ impl Rig {
         let mut logits = self.prompt(slot, prompt, prompt.len());
         let mut out = Vec::new();
         while out.len() < n {
-            let last = &logits[logits.len() - VOCAB..];
-            let best = (0..VOCAB).max_by(|&a, &b| last[a].total_cmp(&last[b]).then(b.cmp(&a))).expect("a token");
-            out.push(best as u32);
-            logits = self.step(Vec::new(), rows(slot, &[best as u32]));
+            let token = best(&logits[logits.len() - VOCAB..]) as u32;
+            out.push(token);
+            logits = self.step(Vec::new(), rows(slot, &[token]));
         }
         out
     }
@@ -202,6 +209,29 @@ pub fn worst(got: &[f32], want: &[f32]) -> (f32, usize) {
     assert_eq!(got.len(), want.len());
     let errors = got.iter().zip(want).map(|(got, want)| (got - want).abs()).zip(0..);
     errors.max_by(|a, b| a.0.total_cmp(&b.0)).expect("something to compare")
+}
+
+/// Mean over rows of KL(want || got), and the share of rows with the same largest logit.
+pub fn divergence(got: &[f32], want: &[f32]) -> (f64, f64) {
+    assert_eq!(got.len(), want.len());
+    let log_softmax = |row: &[f32]| -> Vec<f64> {
+        let top = row.iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b));
+        let total = row.iter().map(|x| f64::from(x - top).exp()).sum::<f64>().ln();
+        row.iter().map(|x| f64::from(x - top) - total).collect()
+    };
+    let rows = got.len() / VOCAB;
+    let (mut kl, mut same) = (0.0, 0);
+    for (got, want) in got.chunks_exact(VOCAB).zip(want.chunks_exact(VOCAB)) {
+        let (p, q) = (log_softmax(want), log_softmax(got));
+        kl += p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
+        same += usize::from(best(got) == best(want));
+    }
+    (kl / rows as f64, same as f64 / rows as f64)
+}
+
+/// The largest logit's token; of equal ones the lowest.
+pub fn best(row: &[f32]) -> usize {
+    (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b]).then(b.cmp(&a))).expect("a token")
 }
 
 /// Counts equal bits and insists on all.

@@ -90,11 +90,28 @@ fn the_window_holds_its_own_token_and_those_before() {
 
 #[test]
 fn stored_rows_come_back_as_rounding_left_them() {
-    let (x, format) = (values(512, 9), RowFormat::F32);
-    let mut bytes = vec![0; format.row_bytes(512)];
-    format.write(&mut bytes, &x);
-    let (mut back, mut rounded) = (vec![0.0; 512], x.clone());
-    format.read(&bytes, &mut back);
-    format.round(&mut rounded);
-    assert_eq!(back, rounded);
+    use RowFormat::{F32, Fp4, Fp8, RoundedFp4, RoundedFp8};
+    let mut changed = 0;
+    for (format, dim, bytes) in
+        [(F32, 512, 2048), (RoundedFp8, 512, 2048), (Fp8, 512, 584), (RoundedFp4, 128, 512), (Fp4, 128, 68)]
+    {
+        for seed in 0..20 {
+            let x = values(dim, seed);
+            assert_eq!(format.row_bytes(dim), bytes);
+            let mut stored = vec![0; bytes];
+            format.write(&mut stored, &x);
+            let (mut back, mut rounded) = (vec![0.0; dim], x.clone());
+            format.read(&stored, &mut back);
+            format.round(&mut rounded);
+            assert_eq!(back, rounded, "{format:?}");
+            changed += usize::from(rounded != x);
+            // A row that was rounded before it is stored, as the window's are.
+            if matches!(format, F32 | RoundedFp8 | Fp8) {
+                format.write(&mut stored, &rounded);
+                format.read(&stored, &mut back);
+                assert_eq!(back, rounded, "{format:?}, twice");
+            }
+        }
+    }
+    assert_eq!(changed, 80, "all but f32 round");
 }

@@ -8,6 +8,7 @@ use arc_device::ops::compress::Compressor;
 use arc_device::ops::hc::{HcConfig, STREAMS};
 use arc_device::ops::index::{IndexConfig, MAX_INDEX_DIM, MAX_TOP};
 use arc_device::ops::latent::{LatentConfig, MAX_DIM, ROPE_DIM, RowFormat};
+use arc_device::ops::quant::{FP8_INPUT_BLOCK, INDEX_DIM, Inputs};
 use arc_device::ops::router::{MAX_CHOSEN, MAX_EXPERTS, RouterConfig};
 use arc_device::ops_v4::ExpertConfig;
 use serde_json::Value;
@@ -25,6 +26,40 @@ pub enum Numerics {
     /// f32 activations and f32 rows: the closest to the mathematics of the model. Weights in FP4, whose products read
     /// int8 inputs, are kept as BF16, which holds every one of their values.
     Reference,
+    /// As `Reference`, with the round trips that the model was trained with: rows through FP8, index rows through
+    /// transform and FP4, without BF16 rounding anywhere.
+    Simulated {
+        /// Also the inputs of linears that the release stores in FP8 or FP4.
+        fp8_inputs: bool,
+    },
+    /// What a server computes on: rows stored in FP8 and BF16, index rows in FP4, int8 inputs of FP8 and integer-coded
+    /// weights.
+    Serving,
+}
+
+impl Numerics {
+    /// All of them.
+    pub const ALL: [Numerics; 4] = [
+        Numerics::Reference,
+        Numerics::Simulated { fp8_inputs: false },
+        Numerics::Simulated { fp8_inputs: true },
+        Numerics::Serving,
+    ];
+
+    /// Name for flags and tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Numerics::Reference => "reference",
+            Numerics::Simulated { fp8_inputs: false } => "simulated",
+            Numerics::Simulated { fp8_inputs: true } => "simulated-full",
+            Numerics::Serving => "serving",
+        }
+    }
+
+    /// The numerics of that name.
+    pub fn from_name(name: &str) -> Option<Numerics> {
+        Numerics::ALL.into_iter().find(|numerics| numerics.name() == name)
+    }
 }
 
 /// What a layer's attention reads beside its window.
@@ -65,8 +100,8 @@ pub struct V4Config {
     pub compress_rope_base: f64,
     /// How those in compressed layers are stretched.
     pub yarn: Yarn,
-    /// In which arithmetic it runs.
-    pub numerics: Numerics,
+    /// In which arithmetic it runs: [`Self::set_numerics`].
+    numerics: Numerics,
 }
 
 /// YaRN's frequency scaling, without its factor on cosine and sine. Source: Peng et al. 2023.
@@ -91,8 +126,9 @@ impl V4Config {
         if fields.kind()? != NAME {
             return Ok(None);
         }
-        let config = V4Config::from_fields(&fields)?;
+        let mut config = V4Config::from_fields(&fields)?;
         config.check(&path)?;
+        config.set_numerics(Numerics::Serving);
         Ok(Some(config))
     }
 
@@ -152,6 +188,7 @@ impl V4Config {
                 hidden,
                 ffn: fields.size("moe_intermediate_size")?,
                 limit: fields.float_or("swiglu_limit", f64::INFINITY)? as f32,
+                inputs: Inputs::F32,
             },
             rope_base: fields.float_or("rope_theta", 1e4)?,
             compress_rope_base: fields.float_or("compress_rope_theta", 1.6e5)?,
@@ -237,10 +274,50 @@ impl V4Config {
         ModelShape { vocab: self.vocab, hidden, post_norms: false, gathered }
     }
 
+    /// In which arithmetic it runs; `serving` unless set.
+    pub fn numerics(&self) -> Numerics {
+        self.numerics
+    }
+
+    /// Chooses the arithmetic, before loading.
+    pub fn set_numerics(&mut self, numerics: Numerics) {
+        self.numerics = numerics;
+        self.experts.inputs = match numerics {
+            Numerics::Reference | Numerics::Simulated { fp8_inputs: false } => Inputs::F32,
+            Numerics::Simulated { fp8_inputs: true } => Inputs::Fp8,
+            Numerics::Serving => Inputs::Int8,
+        };
+    }
+
+    /// What the chosen arithmetic asks of the sizes.
+    pub(super) fn check_numerics(&self, path: &Path) -> Result<(), LoadError> {
+        let name = self.numerics.name();
+        if self.numerics != Numerics::Reference && self.index.dim != INDEX_DIM {
+            let problem = format!("is {}, must be {INDEX_DIM} in {name} numerics", self.index.dim);
+            return Err(bad(path, "index_head_dim", problem));
+        }
+        let att = &self.attention;
+        let inputs = [
+            ("hidden_size", self.hc.dim),
+            ("q_lora_rank", self.q_rank),
+            ("moe_intermediate_size", self.experts.ffn),
+            ("o_groups * o_lora_rank", att.groups * att.group_out),
+        ];
+        for (what, cols) in inputs {
+            if self.experts.inputs == Inputs::Fp8 && !cols.is_multiple_of(FP8_INPUT_BLOCK) {
+                let problem = format!("is {cols}, must be a multiple of {FP8_INPUT_BLOCK} in {name} numerics");
+                return Err(bad(path, what, problem));
+            }
+        }
+        Ok(())
+    }
+
     /// How rows of recent and compressed tokens are kept.
     pub fn row_format(&self) -> RowFormat {
         match self.numerics {
             Numerics::Reference => RowFormat::F32,
+            Numerics::Simulated { .. } => RowFormat::RoundedFp8,
+            Numerics::Serving => RowFormat::Fp8,
         }
     }
 
@@ -248,6 +325,8 @@ impl V4Config {
     pub fn key_format(&self) -> RowFormat {
         match self.numerics {
             Numerics::Reference => RowFormat::F32,
+            Numerics::Simulated { .. } => RowFormat::RoundedFp4,
+            Numerics::Serving => RowFormat::Fp4,
         }
     }
 

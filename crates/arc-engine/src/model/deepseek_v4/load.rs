@@ -11,7 +11,7 @@ use arc_device::{Alloc, MemoryClass};
 use arc_device::ops::compress::Compressor;
 use arc_device::ops::latent::RowFormat;
 
-use super::config::{LayerKind, V4Config};
+use super::config::{LayerKind, Numerics, V4Config};
 use super::weights::Reader;
 use super::{DeepseekV4, Layer, Workspace, latent_layer};
 use crate::load::{LoadError, Weights};
@@ -22,7 +22,9 @@ impl<D: OpsV4 + Alloc> DeepseekV4<D> {
     /// Loads a checked configuration's weights, every tensor's shape being compared with it first, and allocates state
     /// and workspace. Errors name the tensor.
     pub fn load(dev: &mut D, weights: &Weights, config: &V4Config, limits: &Limits) -> Result<Self> {
-        let loader = Loader { read: Reader::new(weights), c: config };
+        config.check_numerics(weights.path())?;
+        let keep_fp4 = config.numerics() == Numerics::Serving;
+        let loader = Loader { read: Reader::new(weights, keep_fp4), c: config };
         let (c, hidden) = (config, config.hc.dim);
         loader.check_kinds()?;
         let embed = loader.matrix(dev, "embed", c.vocab, hidden)?;

@@ -4,9 +4,9 @@
 //! |---|---|---|
 //! | BF16, F16, F32 | | itself |
 //! | F8_E4M3 `[out, in]` | `.scale` F8_E8M0, one for 128 x 128 | FP8 |
-//! | I8 `[out, in / 2]`: two FP4 (E2M1) codes a byte, the even column low | `.scale` F8_E8M0, one for 32 of a row | BF16 |
+//! | I8 `[out, in / 2]`: two FP4 (E2M1) codes a byte, the even column low | `.scale` F8_E8M0, one for 32 of a row | MXFP4, or BF16 |
 //!
-//! FP8 keeps every bit ([`repack`]). FP4 products read int8 inputs, so that f32 inputs need its values as BF16. That is
+//! FP8 and MXFP4 keep every bit ([`repack`]). MXFP4 products read int8 inputs, so that f32 inputs need its values as BF16. That is
 //! exact: a code has two significant bits, BF16 has eight, and a scale is a power of two. A product beyond BF16's range,
 //! and a NaN anywhere, is refused by name.
 
@@ -34,12 +34,13 @@ pub struct Source<'a> {
 /// Reads tensors of one model.
 pub struct Reader<'a> {
     weights: &'a Weights,
+    keep_fp4: bool,
 }
 
 impl<'a> Reader<'a> {
-    /// Of this model.
-    pub fn new(weights: &'a Weights) -> Self {
-        Reader { weights }
+    /// Of this model; FP4 stays FP4 where `keep_fp4`, and becomes BF16 otherwise.
+    pub fn new(weights: &'a Weights, keep_fp4: bool) -> Self {
+        Reader { weights, keep_fp4 }
     }
 
     fn path(&self) -> &Path {
@@ -99,7 +100,7 @@ impl<'a> Reader<'a> {
         let bytes = bytes.map_err(|problem| {
             bad(self.path(), &format!("tensor {weight:?}"), format!("does not fit {:?}: {problem}", scale.name))
         })?;
-        if format == Format::Fp8 {
+        if format == Format::Fp8 || self.keep_fp4 {
             return Ok(Source { format, rows, cols, bytes: Cow::Owned(bytes), tensor: None });
         }
         let bytes = to_bf16(format, &bytes, rows * cols).ok_or_else(|| {
