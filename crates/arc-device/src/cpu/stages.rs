@@ -43,14 +43,14 @@ fn fill_normed(
     });
 }
 
-/// `put(n, out[r, n], product)` for every output of every row: `out` is `[rows, w.rows]`.
+/// `put(n, out[r, n], product)` for every output of every row: `out` is `[rows, w.rows]`. Generic, so that `put` is inlined.
 fn product(
     team: &mut Team,
     acts: &Activations,
     w: &PackedMatrix,
     out: Shared<'_, f32>,
     rows: usize,
-    put: &(dyn Fn(usize, &mut f32, f32) + Sync),
+    put: impl Fn(usize, &mut f32, f32) + Sync,
 ) {
     matmul(team, w, acts, rows, &|first, lanes, row, block| {
         // SAFETY: a tile's columns are written by the task that has the tile.
@@ -89,7 +89,7 @@ impl Ops for Cpu {
     ) -> Result<()> {
         self.count_matmul(w);
         fill_normed(&mut self.team, &mut self.acts, w, x, norm, rows, &|r| r);
-        product(&mut self.team, &self.acts, w, out.shared(), rows, &|n, out, value| {
+        product(&mut self.team, &self.acts, w, out.shared(), rows, |n, out, value| {
             *out = bias.map_or(value, |bias| value + bias[n]);
         });
         Ok(())
@@ -224,11 +224,11 @@ impl Ops for Cpu {
         let cols = w.cols;
         self.acts.fill(&mut self.team, w, rows, &|r, row| row.copy_from_slice(&x[r * cols..(r + 1) * cols]));
         let Some(norm) = post_norm else {
-            product(&mut self.team, &self.acts, w, residual.shared(), rows, &|_, out, value| *out += value);
+            product(&mut self.team, &self.acts, w, residual.shared(), rows, |_, out, value| *out += value);
             return Ok(());
         };
         let dim = w.rows;
-        product(&mut self.team, &self.acts, w, self.product.shared(), rows, &|_, out, value| *out = value);
+        product(&mut self.team, &self.acts, w, self.product.shared(), rows, |_, out, value| *out = value);
         let product = self.product.shared();
         let out = residual.shared();
         self.team.run(rows, &|r, _| {
@@ -276,7 +276,7 @@ impl Ops for Cpu {
         self.count_matmul(w);
         let rows_of_heads = self.state.heads();
         fill_normed(&mut self.team, &mut self.acts, w, x, norm, heads, &|h| rows_of_heads[h] as usize);
-        product(&mut self.team, &self.acts, w, logits.shared(), heads, &|_, out, value| {
+        product(&mut self.team, &self.acts, w, logits.shared(), heads, |_, out, value| {
             *out = softcap.map_or(value, |cap| cap * tanh(value / cap));
         });
         self.state.keep(logits);
