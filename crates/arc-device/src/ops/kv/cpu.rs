@@ -15,6 +15,8 @@
 //! A split starts from m = -inf, l = 0, o = 0. Splits are merged in ascending order by the same rule, and the result is
 //! `o / l`. Nothing depends on the other rows, on the chunk cut or on who computes a split, so a row's bits are its own.
 
+use std::ops::Range;
+
 use crate::cpu::buf::Shared;
 use crate::format::half::{f16_to_f32, f32_to_f16};
 use crate::math::exp;
@@ -313,55 +315,114 @@ unsafe fn split_body(isa: Isa, work: &mut Work, group: Group<'_>, split: usize, 
                 let (r, h) = row_head((block + i).min(queries - 1));
                 &qkv[r * cfg.qkv_dim() + h * head_dim..][..head_dim]
             };
-            let dots = dot_tile(std::array::from_fn(query), keys);
-            for (i, mut s) in dots.into_iter().enumerate().take(queries - block) {
-                let q = block + i;
-                let pos = group.pos as usize + row_head(q).0;
+            let mut p = dot_tile(std::array::from_fn(query), keys);
+            let mut keep = [1.0; QUERY_BLOCK];
+            let mut seen = [0..0, 0..0, 0..0, 0..0];
+            for i in 0..QUERY_BLOCK.min(queries - block) {
+                let pos = group.pos as usize + row_head(block + i).0;
                 let from = cfg.first_visible(pos as u32) as usize;
                 if start > pos || start + BLOCK_TOKENS <= from {
                     continue;
                 }
-                let seen = from.saturating_sub(start)..(pos + 1 - start).min(BLOCK_TOKENS);
-                for (t, s) in s.iter_mut().enumerate() {
-                    *s = if seen.contains(&t) { *s * cfg.scale } else { f32::NEG_INFINITY };
-                }
-                let mut top = run.m[q];
-                for s in s {
-                    // A NaN score must not be lost: it poisons the row, which the sampler then refuses.
-                    top = if s > top || s.is_nan() { s } else { top };
-                }
-                let keep = exp(run.m[q] - top);
-                run.m[q] = top;
-                for s in &mut s {
-                    *s = exp(*s - top);
-                }
-                let mut sums = s;
-                let mut half = BLOCK_TOKENS / 2;
-                while half > 0 {
-                    for t in 0..half {
-                        sums[t] += sums[t + half];
-                    }
-                    half /= 2;
-                }
-                run.l[q] = run.l[q] * keep + sums[0];
-                weigh(&mut run.o[q][..head_dim], keep, &s[seen.clone()], &values[seen.start * head_dim..]);
+                seen[i] = from.saturating_sub(start)..(pos + 1 - start).min(BLOCK_TOKENS);
+                let (m, l) = (&mut run.m[block + i], &mut run.l[block + i]);
+                keep[i] = soften(&mut p[i], cfg.scale, seen[i].clone(), m, l);
+            }
+            if seen.iter().all(|seen| *seen == (0..BLOCK_TOKENS)) {
+                weigh_block(&mut run.o[block..block + QUERY_BLOCK], keep, &p, values, head_dim);
+                continue;
+            }
+            for i in (0..QUERY_BLOCK).filter(|&i| !seen[i].is_empty()) {
+                let (p, values) = (&p[i][seen[i].clone()], &values[seen[i].start * head_dim..]);
+                weigh(&mut run.o[block + i][..head_dim], keep[i], p, values);
             }
         }
     }
+}
+
+/// Dot products `s` to weights `p` of the running softmax `m`, `l`; returns what its values are to be multiplied by.
+#[inline(always)]
+fn soften(s: &mut [f32; BLOCK_TOKENS], scale: f32, seen: Range<usize>, m: &mut f32, l: &mut f32) -> f32 {
+    for (t, s) in s.iter_mut().enumerate() {
+        *s = if t >= seen.start && t < seen.end { *s * scale } else { f32::NEG_INFINITY };
+    }
+    // A NaN score must not be lost: it poisons the row, which the sampler then refuses.
+    let larger = |a: f32, b: f32| if b > a || b.is_nan() { b } else { a };
+    let top = larger(*m, halved(*s, larger));
+    let keep = exp(*m - top);
+    *m = top;
+    for s in s.iter_mut() {
+        *s = exp(*s - top);
+    }
+    *l = *l * keep + halved(*s, |a, b| a + b);
+    keep
+}
+
+/// Element i takes i + 16, then i + 8, ... then i + 1.
+#[inline(always)]
+fn halved(mut x: [f32; BLOCK_TOKENS], f: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut half = BLOCK_TOKENS / 2;
+    while half > 0 {
+        for t in 0..half {
+            x[t] = f(x[t], x[t + half]);
+        }
+        half /= 2;
+    }
+    x[0]
 }
 
 /// Dot products of a few queries with a tile of keys: independent chains, so that they hide each other's latency.
 #[inline(always)]
 fn dot_tile(queries: [&[f32]; QUERY_BLOCK], keys: &[[f32; BLOCK_TOKENS]]) -> [[f32; BLOCK_TOKENS]; QUERY_BLOCK] {
     let mut s = [[0.0f32; BLOCK_TOKENS]; QUERY_BLOCK];
-    for (d, key) in keys[..queries[0].len()].iter().enumerate() {
+    let len = queries[0].len();
+    // One length for all, so that the loop has no bounds to check.
+    let (queries, keys) = (queries.map(|query| &query[..len]), &keys[..len]);
+    for d in 0..len {
         for i in 0..QUERY_BLOCK {
             for t in 0..BLOCK_TOKENS {
-                s[i][t] = queries[i][d].mul_add(key[t], s[i][t]);
+                s[i][t] = queries[i][d].mul_add(keys[d][t], s[i][t]);
             }
         }
     }
     s
+}
+
+/// [`weigh`] for queries that all see the whole tile: their chains hide each other's latency, and a value is loaded once.
+#[inline(always)]
+fn weigh_block(
+    o: &mut [[f32; MAX_HEAD_DIM]],
+    keep: [f32; QUERY_BLOCK],
+    p: &[[f32; BLOCK_TOKENS]; QUERY_BLOCK],
+    values: &[f32],
+    head_dim: usize,
+) {
+    const LANES: usize = 32;
+    let whole = head_dim / LANES * LANES;
+    for first in (0..whole).step_by(LANES) {
+        let mut acc = [[0.0f32; LANES]; QUERY_BLOCK];
+        for i in 0..QUERY_BLOCK {
+            for d in 0..LANES {
+                acc[i][d] = o[i][first + d] * keep[i];
+            }
+        }
+        for t in 0..BLOCK_TOKENS {
+            let v = &values[t * head_dim + first..][..LANES];
+            for i in 0..QUERY_BLOCK {
+                for d in 0..LANES {
+                    acc[i][d] = p[i][t].mul_add(v[d], acc[i][d]);
+                }
+            }
+        }
+        for i in 0..QUERY_BLOCK {
+            o[i][first..first + LANES].copy_from_slice(&acc[i]);
+        }
+    }
+    for i in 0..QUERY_BLOCK {
+        for d in whole..head_dim {
+            weigh_lanes::<1>(&mut o[i][d..], keep[i], &p[i], &values[d..], head_dim);
+        }
+    }
 }
 
 /// `o = o * keep`, then `o[d] = fma(p[t], v[t][d], o[d])`, t ascending; up to 64 values at a time stay in registers.
