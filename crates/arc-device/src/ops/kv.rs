@@ -1,5 +1,10 @@
 //! Rope, the paged KV cache, and attention over it.
 
+/// Values of the widest head: what every device has room for. A model beyond it is refused before it is loaded.
+pub const MAX_HEAD_DIM: usize = 256;
+/// Query heads that may share a key head; likewise.
+pub const MAX_GROUP: usize = 64;
+
 /// How the values of a head pair up for rotation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RopeStyle {
@@ -23,9 +28,9 @@ pub struct Rope {
 pub struct AttentionConfig {
     /// Query heads.
     pub n_heads: usize,
-    /// Key and value heads; divides `n_heads`.
+    /// Key and value heads; divides `n_heads`, into groups of at most [`MAX_GROUP`].
     pub n_kv_heads: usize,
-    /// Values a head.
+    /// Values a head; at most [`MAX_HEAD_DIM`].
     pub head_dim: usize,
     /// Multiplies every score.
     pub scale: f32,

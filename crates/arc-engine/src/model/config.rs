@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use arc_device::ops::glu::Activation;
-use arc_device::ops::kv::{AttentionConfig, Rope, RopeStyle};
+use arc_device::ops::kv::{AttentionConfig, MAX_GROUP, MAX_HEAD_DIM, Rope, RopeStyle};
 
 use crate::load::{LoadError, ModelFile};
 
@@ -161,7 +161,7 @@ impl DecoderConfig {
             ("block count", self.n_layers, LAYERS_MAX),
             ("head count", self.n_heads, 1 << 10),
             ("key head count", self.n_kv_heads, 1 << 10),
-            ("head length", self.head_dim, 256),
+            ("head length", self.head_dim, MAX_HEAD_DIM),
             ("feed-forward length", self.ffn, 1 << 20),
             ("context length", self.context, 1 << 24),
         ];
@@ -173,6 +173,11 @@ impl DecoderConfig {
         if !self.n_heads.is_multiple_of(self.n_kv_heads) {
             let problem = format!("is {}, which does not divide the head count {}", self.n_kv_heads, self.n_heads);
             return Err(bad(path, "key head count", problem));
+        }
+        if self.n_heads / self.n_kv_heads > MAX_GROUP {
+            let (heads, kv_heads) = (self.n_heads, self.n_kv_heads);
+            let problem = format!("is {heads}, more than {MAX_GROUP} for each of the {kv_heads} key heads");
+            return Err(bad(path, "head count", problem));
         }
         if !self.rope.dim.is_multiple_of(2) || self.rope.dim > self.head_dim || self.rope.dim == 0 {
             let problem = format!("is {}, must be even, above 0 and at most {}", self.rope.dim, self.head_dim);

@@ -20,20 +20,16 @@ use std::ops::Range;
 use crate::cpu::buf::Shared;
 use crate::format::half::{f16_to_f32, f32_to_f16};
 use crate::math::exp;
-use crate::ops::kv::{AttentionConfig, Rope, RopeStyle};
+use crate::ops::kv::{AttentionConfig, MAX_GROUP, MAX_HEAD_DIM, Rope, RopeStyle};
 use crate::simd::{Isa, multiversion, prefetch_lines, with_isa};
 use crate::step::BLOCK_TOKENS;
 
 /// Tiles of one split.
 pub(crate) const SPLIT_TILES: usize = 8;
-/// Queries (rows times heads) that share a tile while it is in L1.
-const MAX_QUERIES: usize = 64;
+/// Queries (rows times heads) that share a tile while it is in L1; those of one row always do.
+const MAX_QUERIES: usize = MAX_GROUP;
 /// Queries whose dot products are computed together.
 const QUERY_BLOCK: usize = 4;
-/// The widest head.
-pub(crate) const MAX_HEAD_DIM: usize = 256;
-/// Query heads of one key head.
-pub(crate) const MAX_GROUP: usize = MAX_QUERIES;
 
 multiversion! {
     /// Rotates one head in place. `x`: `[head_dim]`; `table`: `[rope.dim / 2, 2]` cosine and sine of the position.

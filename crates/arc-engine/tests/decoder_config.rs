@@ -1,0 +1,64 @@
+//! What a dense decoder's configuration comes to, and which ones are refused before anything is loaded.
+
+mod common;
+
+use arc_device::format::Format;
+use arc_engine::load::ModelFile;
+use arc_engine::load::testing::{GgufWriter, safetensors_bytes};
+use arc_engine::model::config::DecoderConfig;
+use common::Folder;
+
+const HIDDEN: usize = 64;
+
+/// A value of GGUF metadata.
+#[derive(Clone, Copy)]
+enum Entry {
+    Size(u32),
+    Float(f32),
+}
+
+/// Reads the configuration of a GGUF file of `arch` whose metadata under its prefix is a small good model's, with
+/// `changes` on top.
+fn gguf(folder: &Folder, arch: &str, changes: &[(&str, Entry)]) -> Result<DecoderConfig, String> {
+    use Entry::{Float, Size};
+    let good = [
+        ("embedding_length", Size(HIDDEN as u32)),
+        ("block_count", Size(2)),
+        ("attention.head_count", Size(4)),
+        ("attention.head_count_kv", Size(2)),
+        ("attention.key_length", Size(16)),
+        ("attention.value_length", Size(16)),
+        ("attention.sliding_window", Size(if arch == "gemma3" { 8 } else { 0 })),
+        ("attention.layer_norm_rms_epsilon", Float(1e-6)),
+        ("feed_forward_length", Size(96)),
+        ("context_length", Size(256)),
+    ];
+    let kept = good.iter().filter(|(key, _)| changes.iter().all(|(changed, _)| changed != key));
+    let mut writer = GgufWriter::default().str("general.architecture", arch);
+    for (key, entry) in kept.chain(changes) {
+        let key = format!("{arch}.{key}");
+        writer = match *entry {
+            Size(value) => writer.u32(&key, value),
+            Float(value) => writer.f32(&key, value),
+        };
+    }
+    writer = writer.tensor("token_embd.weight", Format::F32, &[8, HIDDEN], vec![0; 4 * 8 * HIDDEN]);
+    read(folder.write("model.gguf", writer.bytes()))
+}
+
+fn read(path: impl AsRef<std::path::Path>) -> Result<DecoderConfig, String> {
+    let file = ModelFile::open(path.as_ref()).expect("the file itself is good");
+    DecoderConfig::read(&file).map_err(|error| error.to_string())
+}
+
+#[test]
+fn what_no_step_could_run_is_refused_before_anything_is_loaded() {
+    let folder = Folder::new("decoder-config-limits");
+    let heads = |n, kv| [("attention.head_count", Entry::Size(n)), ("attention.head_count_kv", Entry::Size(kv))];
+    gguf(&folder, "llama", &heads(64, 1)).expect("64 query heads may share a key head");
+    let error = gguf(&folder, "llama", &heads(65, 1)).expect_err("and no more");
+    assert!(error.contains("head count is 65, more than 64 for each of the 1 key heads"), "{error}");
+    let length = [("attention.key_length", Entry::Size(257)), ("attention.value_length", Entry::Size(257))];
+    let error = gguf(&folder, "llama", &length).expect_err("a head that is too long");
+    assert!(error.contains("head length is 257"), "{error}");
+}
