@@ -62,3 +62,14 @@ fn what_no_step_could_run_is_refused_before_anything_is_loaded() {
     let error = gguf(&folder, "llama", &length).expect_err("a head that is too long");
     assert!(error.contains("head length is 257"), "{error}");
 }
+
+#[test]
+fn a_softcap_that_divides_by_nothing_is_refused() {
+    let folder = Folder::new("decoder-config-softcap");
+    let cap = |value| gguf(&folder, "gemma3", &[("final_logit_softcapping", Entry::Float(value))]);
+    assert_eq!(cap(30.0).expect("Gemma 2's").softcap, Some(30.0));
+    for value in [0.0, -30.0, f32::INFINITY, f32::NAN] {
+        let error = cap(value).expect_err("every logit would be NaN");
+        assert!(error.contains("final logit softcapping must be finite and above 0"), "{value}: {error}");
+    }
+}

@@ -195,6 +195,9 @@ impl DecoderConfig {
         if !(self.eps.is_finite() && self.eps >= 0.0 && self.attn_scale.is_finite() && self.embed_scale.is_finite()) {
             return Err(bad(path, "norm epsilon or a scale", "must be finite".to_owned()));
         }
+        if self.softcap.is_some_and(|cap| !(cap.is_finite() && cap > 0.0)) {
+            return Err(bad(path, "final logit softcapping", "must be finite and above 0".to_owned()));
+        }
         if self.window == Some(0) {
             return Err(bad(path, "sliding window", "is 0, must be at least 1".to_owned()));
         }
