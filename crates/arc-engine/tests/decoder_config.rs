@@ -73,3 +73,17 @@ fn a_softcap_that_divides_by_nothing_is_refused() {
         assert!(error.contains("final logit softcapping must be finite and above 0"), "{value}: {error}");
     }
 }
+
+/// GGUF does not say what the configuration of transformers calls `query_pre_attn_scalar`: 168 for 27B, the length of a
+/// head for all others.
+#[test]
+fn gemma3_27b_scales_its_scores_by_hidden_size_over_heads() {
+    let folder = Folder::new("decoder-config-scale");
+    let scale = |arch, layers, heads| {
+        let changes = [("block_count", Entry::Size(layers)), ("attention.head_count", Entry::Size(heads))];
+        gguf(&folder, arch, &changes).expect("a good configuration").attn_scale
+    };
+    assert_eq!(scale("gemma3", 62, 8), 1.0 / (HIDDEN as f32 / 8.0).sqrt());
+    assert_eq!(scale("gemma3", 48, 8), 0.25);
+    assert_eq!(scale("llama", 62, 8), 0.25);
+}

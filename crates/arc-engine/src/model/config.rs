@@ -245,3 +245,6 @@ fn base_config(arch: Arch) -> DecoderConfig {
 const GEMMA3_LOCAL_BASE: f64 = 10_000.0;
 /// Every n-th layer of Gemma 3 sees everything. Source: the Gemma 3 report.
 const GEMMA3_PATTERN: usize = 6;
+/// Layers of Gemma 3 27B, the one size whose scores are scaled by hidden size over query heads. Source: the model's
+/// `query_pre_attn_scalar` of 168.
+const GEMMA3_27B_LAYERS: usize = 62;

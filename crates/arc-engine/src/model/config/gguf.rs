@@ -2,7 +2,7 @@
 
 use arc_device::ops::kv::RopeStyle;
 
-use super::{Arch, DecoderConfig, GEMMA3_LOCAL_BASE, GEMMA3_PATTERN, LAYERS_MAX, RopeTable, bad, base_config};
+use super::{Arch, DecoderConfig, GEMMA3_27B_LAYERS, GEMMA3_LOCAL_BASE, GEMMA3_PATTERN, LAYERS_MAX, RopeTable, bad, base_config};
 use crate::load::LoadError;
 use crate::load::gguf::{GgufFile, Metadata};
 
@@ -67,6 +67,10 @@ pub(super) fn read(file: &GgufFile) -> Result<DecoderConfig, LoadError> {
     config.windowed = vec![false; config.n_layers.min(LAYERS_MAX)];
     if arch == Arch::Gemma3 {
         config.embed_scale = (config.hidden as f32).sqrt();
+        if config.n_layers == GEMMA3_27B_LAYERS {
+            // GGUF has no key for it. The other sizes scale by the length of a head.
+            config.attn_scale = 1.0 / (config.hidden.checked_div(config.n_heads).unwrap_or(0) as f32).sqrt();
+        }
         config.window = Some(keys.size("attention.sliding_window")? as u32);
         config.windowed.iter_mut().enumerate().for_each(|(i, on)| *on = (i + 1) % GEMMA3_PATTERN != 0);
         if keys.has("final_logit_softcapping") {
