@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::path::Path;
+
 use arc_device::format::Format;
 use arc_engine::load::ModelFile;
 use arc_engine::load::testing::{GgufWriter, safetensors_bytes};
@@ -46,7 +48,18 @@ fn gguf(folder: &Folder, arch: &str, changes: &[(&str, Entry)]) -> Result<Decode
     read(folder.write("model.gguf", writer.bytes()))
 }
 
-fn read(path: impl AsRef<std::path::Path>) -> Result<DecoderConfig, String> {
+/// Reads the configuration of a safetensors model whose `config.json` is that of a tiny checkpoint with `changes` on top.
+fn json(folder: &Folder, model: &str, changes: &[(&str, serde_json::Value)]) -> Result<DecoderConfig, String> {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/tiny").join(model);
+    let text = std::fs::read(fixture.join("config.json")).expect("the fixture is committed");
+    let mut config: serde_json::Value = serde_json::from_slice(&text).expect("JSON");
+    changes.iter().for_each(|(name, value)| config[*name] = value.clone());
+    folder.write("config.json", config.to_string());
+    let weights = safetensors_bytes(r#"{"x":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#, &[0]);
+    read(folder.write("model.safetensors", weights))
+}
+
+fn read(path: impl AsRef<Path>) -> Result<DecoderConfig, String> {
     let file = ModelFile::open(path.as_ref()).expect("the file itself is good");
     DecoderConfig::read(&file).map_err(|error| error.to_string())
 }
@@ -86,4 +99,37 @@ fn gemma3_27b_scales_its_scores_by_hidden_size_over_heads() {
     assert_eq!(scale("gemma3", 62, 8), 1.0 / (HIDDEN as f32 / 8.0).sqrt());
     assert_eq!(scale("gemma3", 48, 8), 0.25);
     assert_eq!(scale("llama", 62, 8), 0.25);
+}
+
+/// transformers 4 has `rope_theta`, `rope_scaling` and `rope_local_base_freq`; transformers 5 writes `rope_parameters`,
+/// for Gemma 3 by kind of layer.
+#[test]
+fn old_and_new_rope_fields_mean_the_same() {
+    let folder = Folder::new("decoder-config-rope");
+    let absent = serde_json::Value::Null;
+    let old = [
+        ("rope_theta", serde_json::json!(2e6)),
+        ("rope_scaling", serde_json::json!({ "rope_type": "linear", "factor": 8.0 })),
+        ("rope_local_base_freq", serde_json::json!(3e4)),
+    ];
+    let new = serde_json::json!({
+        "full_attention": { "rope_type": "linear", "factor": 8.0, "rope_theta": 2e6 },
+        "sliding_attention": { "rope_type": "default", "rope_theta": 3e4 },
+    });
+    let new = [("rope_theta", absent.clone()), ("rope_local_base_freq", absent.clone()), ("rope_parameters", new)];
+    let old = json(&folder, "gemma3", &old).expect("a good configuration");
+    assert_eq!(
+        old.rope_tables.iter().map(|table| (table.base, table.scale)).collect::<Vec<_>>(),
+        [(2e6, 8.0), (3e4, 1.0)]
+    );
+    assert_eq!(json(&folder, "gemma3", &new).expect("a good configuration"), old);
+    let new = [
+        ("rope_theta", absent),
+        ("rope_parameters", serde_json::json!({ "rope_type": "linear", "factor": 4.0, "rope_theta": 5e5 })),
+    ];
+    let llama = json(&folder, "llama", &new).expect("a good configuration");
+    assert_eq!(llama.rope_tables.iter().map(|table| (table.base, table.scale)).collect::<Vec<_>>(), [(5e5, 4.0)]);
+    let strange = [("rope_scaling", serde_json::json!({ "rope_type": "yarn", "factor": 4.0 }))];
+    let error = json(&folder, "llama", &strange).expect_err("yarn is not supported");
+    assert!(error.contains("\"yarn\""), "{error}");
 }

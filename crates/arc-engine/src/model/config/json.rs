@@ -150,28 +150,36 @@ fn windows(fields: &Fields<'_>, config: &mut DecoderConfig) -> Result<(), LoadEr
 fn rope_tables(fields: &Fields<'_>, config: &DecoderConfig) -> Result<Vec<RopeTable>, LoadError> {
     let gemma = config.arch == Arch::Gemma3;
     let parameters = fields.object("rope_parameters")?;
+    let of_kind = |kind| parameters.as_ref().map_or(Ok(None), |parameters| parameters.object(kind));
+    // transformers 5 writes the parameters of Gemma 3 by kind of layer.
+    let (full, sliding) = (of_kind("full_attention")?, of_kind("sliding_attention")?);
     let scaling = fields.object("rope_scaling")?;
     let base = fields.float_or("rope_theta", if gemma { 1e6 } else { 1e4 })?;
     let base = parameters.as_ref().map_or(Ok(base), |parameters| parameters.float_or("rope_theta", base))?;
-    let mut global = RopeTable { base, scale: 1.0, factors: Vec::new() };
-    if let Some(scaling) = scaling.or(parameters) {
-        let kind = scaling.get("rope_type").or_else(|| scaling.get("type")).and_then(Value::as_str);
-        match kind.unwrap_or("default") {
-            "default" => {}
-            "linear" => global.scale = scaling.float_or("factor", 1.0)?,
-            "llama3" => global.factors = llama3_factors(&scaling, base, config.rope.dim)?,
-            other => {
-                let problem = format!("is {other:?}, supported are default, linear and llama3");
-                return Err(bad(fields.path, "rope type", problem));
-            }
-        }
-    }
-    let mut tables = vec![global];
+    let mut tables = vec![rope_table(scaling.as_ref().or(full.as_ref()).or(parameters.as_ref()), base, config)?];
     if gemma {
         let base = fields.float_or("rope_local_base_freq", GEMMA3_LOCAL_BASE)?;
-        tables.push(RopeTable { base, scale: 1.0, factors: Vec::new() });
+        tables.push(rope_table(sliding.as_ref(), base, config)?);
     }
     Ok(tables)
+}
+
+/// One set of frequencies from its parameters, whose `rope_theta` goes before `base`.
+fn rope_table(parameters: Option<&Fields<'_>>, base: f64, config: &DecoderConfig) -> Result<RopeTable, LoadError> {
+    let mut table = RopeTable { base, scale: 1.0, factors: Vec::new() };
+    let Some(parameters) = parameters else { return Ok(table) };
+    table.base = parameters.float_or("rope_theta", base)?;
+    let kind = parameters.get("rope_type").or_else(|| parameters.get("type")).and_then(Value::as_str);
+    match kind.unwrap_or("default") {
+        "default" => {}
+        "linear" => table.scale = parameters.float_or("factor", 1.0)?,
+        "llama3" => table.factors = llama3_factors(parameters, table.base, config.rope.dim)?,
+        other => {
+            let problem = format!("is {other:?}, supported are default, linear and llama3");
+            return Err(bad(parameters.path, "rope type", problem));
+        }
+    }
+    Ok(table)
 }
 
 /// Llama 3.1's frequency scaling: long wavelengths are slowed by `factor`, short ones kept, those between blended.
