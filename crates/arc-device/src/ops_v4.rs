@@ -34,6 +34,8 @@ pub enum Incoming<'a, D: Buffers> {
     Embedding(&'a D::Buf<f32>),
     /// The output `[rows, dim]` of the block before, with the mixing values that its site left.
     Output(&'a D::Buf<f32>),
+    /// Nothing: the streams are already those of the site.
+    Nothing,
 }
 
 /// Weights of one hyper-connection site.
@@ -54,6 +56,18 @@ pub struct HcHead<D: Buffers> {
     pub base: D::Buf<f32>,
     /// `[1]` f32.
     pub scale: D::Buf<f32>,
+}
+
+/// Weights that turn the trunk's streams into those of a draft block.
+pub struct DraftWeights<D: Buffers> {
+    /// Norm of the next token's embedding, `[dim]` f32.
+    pub embed_norm: D::Buf<f32>,
+    /// Norm of each stream, `[dim]` f32.
+    pub stream_norm: D::Buf<f32>,
+    /// `[dim, dim]`, of the embedding.
+    pub embed: D::Matrix,
+    /// `[dim, dim]`, of each stream.
+    pub stream: D::Matrix,
 }
 
 /// The streams and what the last site said of them.
@@ -361,6 +375,22 @@ pub trait OpsV4: Ops {
         y: &Self::Buf<f32>,
         head: &HcHead<Self>,
         cfg: &HcConfig,
+        rows: usize,
+    ) -> Result<()>;
+
+    /// Embeds the token that follows each row: the next row's of its sequence, or for the last one in the table the
+    /// row's [`target`](crate::step::Row::target). Exact. `out`: `[rows, dim]`; `table`: `[vocab, dim]`.
+    fn embed_next(&mut self, out: &mut Self::Buf<f32>, table: &Self::Matrix, rows: usize) -> Result<()>;
+
+    /// A draft block's streams: `X[k] = embed * norm(e) + stream * norm(X[k])`. `e`: `[rows, dim]`. Exact for
+    /// integer-coded formats, otherwise invariant.
+    fn draft_in(
+        &mut self,
+        streams: &mut Streams<Self>,
+        e: &Self::Buf<f32>,
+        w: &DraftWeights<Self>,
+        cfg: &HcConfig,
+        inputs: Inputs,
         rows: usize,
     ) -> Result<()>;
 }

@@ -26,7 +26,8 @@ pub struct Row {
     pub offset: u32,
     /// Token id to feed, or [`TOKEN_OF_SLOT`].
     pub token: u32,
-    /// With [`row_flags::SCORE`]: the id whose logprob is wanted.
+    /// The id that follows the row, where it is known: the one whose logprob [`row_flags::SCORE`] wants, and for a draft
+    /// block the token after a sequence's last row.
     pub target: u32,
 }
 const _: () = assert!(size_of::<Row>() == 16);

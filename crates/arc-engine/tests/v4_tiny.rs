@@ -10,7 +10,7 @@ use arc_device::step::{CtxClass, Part, StepDelta, StepKey};
 use arc_device::{Landing, Readback, Steps};
 use arc_engine::model::Model;
 use arc_engine::model::deepseek_v4::{Numerics, Point};
-use v4::{Golden, Rig, VOCAB, admit, bf16, divergence, load, native, rows, same_bits, worst};
+use v4::{Golden, Rig, VOCAB, admit, bf16, divergence, load, load_with, native, rows, same_bits, worst};
 
 /// What the fixture's README asks of f32 engines.
 const TOLERANCE: f32 = 1e-4;
@@ -266,4 +266,48 @@ fn serving_gives_the_goldens() {
     if let Some(i) = got.iter().zip(&ids).position(|(a, b)| a != b) {
         assert!(i >= 24 && gap[i] < 0.5, "token {i}, ahead by {}", gap[i]);
     }
+}
+
+/// The draft block over prompts whose tokens are all known, in any chunks: the golden's rows, and the same bits.
+#[test]
+fn the_draft_block_gives_the_golden() {
+    let golden = Golden::open("golden.safetensors");
+    let (mut dev, model) = load_with(&native(), 2, &|config| {
+        config.set_numerics(Numerics::Reference);
+        config.draft = true;
+    });
+    let Model::DeepseekV4(mut model) = model else { panic!("the fixture is a DeepSeek-V4") };
+    for name in ["mid", "long"] {
+        let ids = golden.ids(&format!("{name}.input_ids"));
+        let mut whole: Option<Vec<f32>> = None;
+        for chunk in [ids.len(), 1, 17, 128] {
+            let mut logits = Vec::new();
+            for first in (0..ids.len()).step_by(chunk) {
+                let tokens = &ids[first..ids.len().min(first + chunk)];
+                let mut table = rows(0, tokens);
+                let last = table.len() - 1;
+                // Nothing follows the prompt's last token: its row is not compared.
+                table[last].target = ids.get(first + tokens.len()).copied().unwrap_or(0);
+                let admit = if first == 0 { vec![admit(0, 0)] } else { Vec::new() };
+                dev.stage(&StepDelta { admit, rows: Some(table), ..StepDelta::default() }).expect("staged");
+                let n = tokens.len() as u32;
+                let key = StepKey { rows: n, heads: n, ctx: CtxClass::Short, part: Part::Whole };
+                let step = dev.step(key, &mut |dev| {
+                    model.step(dev, key)?;
+                    model.draft(dev, key)
+                });
+                dev.read_to(step.expect("a step"));
+                let mut out = vec![0.0; tokens.len() * VOCAB];
+                dev.read(model.draft_logits().expect("it was asked for"), &mut out).expect("read");
+                logits.extend(out);
+            }
+            logits.truncate((ids.len() - 1) * VOCAB);
+            let from = logits.len() - 32 * VOCAB;
+            close(&logits[from..], &golden.floats(&format!("{name}.mtp_logits")), VOCAB, &format!("{name} draft"));
+            same_bits(&logits, whole.get_or_insert_with(|| logits.clone()), &format!("{name} in chunks of {chunk}"));
+        }
+    }
+    let (_, plain) = load(&native(), Numerics::Reference, 1);
+    let Model::DeepseekV4(plain) = plain else { panic!("the fixture is a DeepSeek-V4") };
+    assert!(plain.draft_logits().is_none(), "not loaded unless asked for");
 }

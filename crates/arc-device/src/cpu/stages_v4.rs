@@ -10,15 +10,15 @@ use crate::ops::compress::{Compressor, pool};
 use crate::ops::hc::{HcConfig, MIXES, STREAMS, collapse, expand, mixes, split, split_head};
 use crate::ops::index::{Best, FAULT, MAX_INDEX_DIM, score};
 use crate::ops::latent::{MAX_DIM, ROPE_DIM, RowFormat, TASK_HEADS, attend, inverse_rope, rope};
-use crate::ops::matmul::cpu::{matmul, matmul_pairs, part_pair_tile, part_tile, store};
+use crate::ops::matmul::cpu::{decode_row, matmul, matmul_pairs, part_pair_tile, part_tile, store};
 use crate::ops::matmul::pack::PackedMatrix;
 use crate::ops::moe::{assign, clamped_silu};
 use crate::ops::norm::{rms_norm, rms_norm_in_place, rms_scale};
 use crate::ops::quant::{FP8_INPUT_BLOCK, Inputs, fp8_round_trip, int8_round_trip};
 use crate::ops::router::{Choice, MAX_EXPERTS, choose, scores};
 use crate::ops_v4::{
-    CompressorWeights, ExpertConfig, ExpertWeights, ExpertWork, HcHead, HcSite, Incoming, LatentLayer, LatentState,
-    LatentWeights, LatentWork, OpsV4, PoolState, RouterWeights, Streams,
+    CompressorWeights, DraftWeights, ExpertConfig, ExpertWeights, ExpertWork, HcHead, HcSite, Incoming, LatentLayer,
+    LatentState, LatentWeights, LatentWork, OpsV4, PoolState, RouterWeights, Streams,
 };
 
 impl Cpu {
@@ -156,6 +156,7 @@ impl OpsV4 for Cpu {
             match incoming {
                 Incoming::Embedding(e) => x.chunks_exact_mut(dim).for_each(|x| x.copy_from_slice(row_of(e, r, dim))),
                 Incoming::Output(y) => expand(x, row_of(y, r, dim), mixing),
+                Incoming::Nothing => {}
             }
             let m: &mut [f32; MIXES] = mixing.try_into().expect("a row of MIXES values");
             mixes(m, x, &site.mix, cfg.norm_eps);
@@ -556,6 +557,58 @@ impl OpsV4 for Cpu {
                 mixes(&mut pre, x, &head.mix, cfg.norm_eps);
                 split_head(&mut pre, &head.base, head.scale[0], cfg.eps);
                 collapse(out, x, &pre);
+            }
+        });
+        Ok(())
+    }
+
+    fn embed_next(&mut self, out: &mut Aligned<f32>, table: &PackedMatrix, rows: usize) -> Result<()> {
+        self.counters.launches += 1;
+        self.counters.weight_bytes += (rows * table.bytes() / table.rows.max(1)) as u64;
+        let (dim, out, device) = (table.cols, out.shared(), &self.state);
+        self.team.run(rows, &|r, _| {
+            // SAFETY: a row is written by one task.
+            let out = unsafe { out.slice_mut(r * dim, dim) };
+            match device.next_token(r) {
+                Some(token) => decode_row(table, token as usize, out),
+                None => out.fill(0.0),
+            }
+        });
+        Ok(())
+    }
+
+    fn draft_in(
+        &mut self,
+        streams: &mut Streams<Self>,
+        e: &Aligned<f32>,
+        w: &DraftWeights<Self>,
+        cfg: &HcConfig,
+        inputs: Inputs,
+        rows: usize,
+    ) -> Result<()> {
+        self.count_matmul(&w.stream);
+        self.count_matmul(&w.embed);
+        let dim = cfg.dim;
+        let x = &streams.x;
+        self.acts.fill(&mut self.team, &w.stream, STREAMS * rows, &|i, row| {
+            rms_norm(row, row_of(x, i, dim), &w.stream_norm, cfg.norm_eps);
+            round(inputs, &w.stream, row);
+        });
+        let x = streams.x.shared();
+        matmul(&mut self.team, &w.stream, &self.acts, STREAMS * rows, &|first, lanes, row, block| {
+            // SAFETY: a tile's columns are written by the task that has the tile.
+            unsafe { store(x, dim, first, lanes, row, block, |_, out, value| *out = value) };
+        });
+        self.acts.fill(&mut self.team, &w.embed, rows, &|r, row| {
+            rms_norm(row, row_of(e, r, dim), &w.embed_norm, cfg.norm_eps);
+            round(inputs, &w.embed, row);
+        });
+        matmul(&mut self.team, &w.embed, &self.acts, rows, &|first, lanes, row, block| {
+            for k in 0..STREAMS {
+                // SAFETY: as above; stream `k` of row `row + r` begins at `(row + r) * STREAMS * dim + k * dim`.
+                unsafe {
+                    store(x, STREAMS * dim, k * dim + first, lanes, row, block, |_, out, value| *out += value);
+                }
             }
         });
         Ok(())

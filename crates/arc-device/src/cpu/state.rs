@@ -198,6 +198,12 @@ impl State {
         &self.infos
     }
 
+    /// The token after a live row: the next row's, or what the table says follows; `None` where that is no token.
+    pub fn next_token(&self, r: usize) -> Option<u32> {
+        let token = if self.infos[r].ahead > 0 { self.infos[r + 1].token } else { self.rows[r].target };
+        (self.infos[r].live && (token as usize) < self.vocab).then_some(token)
+    }
+
     pub fn groups(&self) -> &[RowGroup] {
         &self.groups
     }

@@ -5,9 +5,10 @@ use crate::Norm;
 use crate::error::Result;
 use crate::ops::hc::{HcConfig, MIXES, STREAMS};
 use crate::ops::latent::ROPE_DIM;
+use crate::ops::quant::Inputs;
 use crate::ops_v4::{
-    ExpertConfig, ExpertWeights, ExpertWork, HcHead, HcSite, Incoming, LatentLayer, LatentState, LatentWeights,
-    LatentWork, OpsV4, RouterWeights, Streams,
+    DraftWeights, ExpertConfig, ExpertWeights, ExpertWork, HcHead, HcSite, Incoming, LatentLayer, LatentState,
+    LatentWeights, LatentWork, OpsV4, RouterWeights, Streams,
 };
 
 /// Bytes of a vector weight.
@@ -32,10 +33,11 @@ impl OpsV4 for Trace {
         norm: Norm<'_, Self>,
         rows: usize,
     ) -> Result<()> {
-        let (Incoming::Embedding(y) | Incoming::Output(y)) = incoming;
+        if let Incoming::Embedding(y) | Incoming::Output(y) = incoming {
+            self.needs("hc_site", y, rows * cfg.dim)?;
+        }
         for (buf, len) in [
             (&*h, rows * cfg.dim),
-            (y, rows * cfg.dim),
             (&streams.x, rows * STREAMS * cfg.dim),
             (&streams.mixing, rows * MIXES),
             (&site.mix, MIXES * STREAMS * cfg.dim),
@@ -43,7 +45,7 @@ impl OpsV4 for Trace {
         ] {
             self.needs("hc_site", buf, len)?;
         }
-        let first = if matches!(incoming, Incoming::Embedding(_)) { ", first" } else { "" };
+        let first = if matches!(incoming, Incoming::Output(_)) { "" } else { ", first" };
         self.stage("hc_site", format!("{STREAMS}x{} f32{first}", cfg.dim), bytes(&site.mix), 0)
     }
 
@@ -209,5 +211,25 @@ impl OpsV4 for Trace {
         self.needs("hc_head", y, rows * cfg.dim)?;
         self.needs("hc_head", &streams.x, rows * STREAMS * cfg.dim)?;
         self.stage("hc_head", format!("{STREAMS}x{} f32", cfg.dim), bytes(&head.mix), 0)
+    }
+
+    fn embed_next(&mut self, out: &mut TraceBuf, table: &TraceMatrix, rows: usize) -> Result<()> {
+        self.needs("embed_next", out, rows * table.cols)?;
+        self.stage("embed_next", shape(table), table.bytes / table.rows.max(1) as u64 * rows as u64, 0)
+    }
+
+    fn draft_in(
+        &mut self,
+        streams: &mut Streams<Self>,
+        e: &TraceBuf,
+        w: &DraftWeights<Self>,
+        cfg: &HcConfig,
+        _inputs: Inputs,
+        rows: usize,
+    ) -> Result<()> {
+        self.needs("draft_in", &streams.x, rows * STREAMS * cfg.dim)?;
+        self.needs("draft_in", e, rows * cfg.dim)?;
+        let what = format!("{}, {STREAMS} of {}", shape(&w.embed), shape(&w.stream));
+        self.stage("draft_in", what, w.embed.bytes + w.stream.bytes, 0)
     }
 }

@@ -19,6 +19,7 @@
 //! which also reads every row that pools 128. Source: DeepSeek-V4's published model code.
 
 mod config;
+mod draft;
 mod load;
 mod weights;
 
@@ -29,6 +30,8 @@ use arc_device::ops_v4::{
 };
 use arc_device::step::{CtxClass, Part, StepKey};
 use arc_device::{Buffers, Norm};
+
+use draft::Draft;
 
 pub use config::{LayerKind, NAME, Numerics, V4Config, Yarn};
 
@@ -87,6 +90,8 @@ pub struct DeepseekV4<D: Buffers> {
     rope: [D::Buf<f32>; 2],
     /// By layer.
     state: Vec<LatentState<D>>,
+    /// Where the configuration asks for it.
+    draft: Option<Draft<D>>,
     ws: Workspace<D>,
 }
 
@@ -111,33 +116,79 @@ impl<D: OpsV4> DeepseekV4<D> {
 
     fn forward(&mut self, dev: &mut D, rows: usize, heads: usize, ctx: CtxClass, tap: Tap<'_, D>) -> Result<()> {
         let (c, ws) = (&self.config, &mut self.ws);
-        let eps = c.attention.eps;
         dev.embed(&mut ws.y, &self.embed, 1.0, rows)?;
-        for (i, (l, state)) in self.layers.iter().zip(&mut self.state).enumerate() {
-            let attention = latent_layer(c, &self.rope, l.kind);
-            let select = attention.index.is_some_and(|(index, keys)| most_visible(keys.ratio, ctx) > index.top);
-            let incoming = if i == 0 { Incoming::Embedding(&ws.y) } else { Incoming::Output(&ws.y) };
-            let attn_norm = Norm { weight: &l.attn_norm, eps };
-            dev.hc_site(&mut ws.h, &mut ws.streams, incoming, &l.attn_site, &c.hc, attn_norm, rows)?;
-            dev.attn_in(&mut ws.attention, &ws.h, &l.attention, &attention, rows)?;
-            dev.attn_q_kv(&mut ws.attention, state, &l.attention, &attention, select, rows)?;
-            if select {
-                dev.index_select(&mut ws.attention, state, &attention, rows)?;
-            }
-            dev.attn_latent(&mut ws.attention, state, &l.attention, &attention, select, rows)?;
-            dev.attn_out_a(&mut ws.attention, &l.attention, &attention, rows)?;
-            dev.attn_out_b(&mut ws.y, &ws.attention, &l.attention, &attention, rows)?;
-            tap(dev, Point::Attention(i), ws)?;
-            let (output, ffn_norm) = (Incoming::Output(&ws.y), Norm { weight: &l.ffn_norm, eps });
-            dev.hc_site(&mut ws.h, &mut ws.streams, output, &l.ffn_site, &c.hc, ffn_norm, rows)?;
-            dev.ffn_in(&mut ws.experts, &ws.h, &l.experts, &c.experts, rows)?;
-            dev.experts_up(&mut ws.experts, &ws.h, &l.experts, &c.experts, rows)?;
-            dev.experts_down(&mut ws.y, &ws.experts, &l.experts, &c.experts, rows)?;
-            tap(dev, Point::Experts(i), ws)?;
+        for (i, (layer, state)) in self.layers.iter().zip(&mut self.state).enumerate() {
+            let start = if i == 0 { Start::Embedding } else { Start::Output };
+            layer.forward(dev, c, ws, state, &self.rope, start, (rows, ctx), &mut |dev, block, ws| {
+                let point = match block {
+                    Block::Attention => Point::Attention(i),
+                    Block::Experts => Point::Experts(i),
+                };
+                tap(dev, point, ws)
+            })?;
         }
         dev.hc_head(&mut ws.h, &mut ws.streams, &ws.y, &self.hc_head, &c.hc, rows)?;
         tap(dev, Point::Merged, ws)?;
-        dev.head(&mut ws.logits, &ws.h, Norm { weight: &self.norm, eps }, &self.head, None, heads)
+        dev.head(&mut ws.logits, &ws.h, Norm { weight: &self.norm, eps: c.attention.eps }, &self.head, None, heads)
+    }
+}
+
+/// What a layer's first site finds.
+enum Start {
+    /// The embedding, in `y`.
+    Embedding,
+    /// The output of the layer before, in `y`.
+    Output,
+    /// Streams that are ready.
+    Streams,
+}
+
+/// The two blocks of a layer.
+enum Block {
+    Attention,
+    Experts,
+}
+
+/// A [`Tap`] that does not know which layer it is in.
+type BlockTap<'a, D> = &'a mut dyn FnMut(&mut D, Block, &Workspace<D>) -> Result<()>;
+
+impl<D: OpsV4> Layer<D> {
+    /// Both blocks; the output of the second is left in `ws.y`. `step`: rows, and the class of their longest context.
+    fn forward(
+        &self,
+        dev: &mut D,
+        c: &V4Config,
+        ws: &mut Workspace<D>,
+        state: &mut LatentState<D>,
+        rope: &[D::Buf<f32>; 2],
+        start: Start,
+        (rows, ctx): (usize, CtxClass),
+        tap: BlockTap<'_, D>,
+    ) -> Result<()> {
+        let (latent, w, eps) = (latent_layer(c, rope, self.kind), &self.attention, c.attention.eps);
+        let select = latent.index.is_some_and(|(index, keys)| most_visible(keys.ratio, ctx) > index.top);
+        let incoming = match start {
+            Start::Embedding => Incoming::Embedding(&ws.y),
+            Start::Output => Incoming::Output(&ws.y),
+            Start::Streams => Incoming::Nothing,
+        };
+        let attn_norm = Norm { weight: &self.attn_norm, eps };
+        dev.hc_site(&mut ws.h, &mut ws.streams, incoming, &self.attn_site, &c.hc, attn_norm, rows)?;
+        dev.attn_in(&mut ws.attention, &ws.h, w, &latent, rows)?;
+        dev.attn_q_kv(&mut ws.attention, state, w, &latent, select, rows)?;
+        if select {
+            dev.index_select(&mut ws.attention, state, &latent, rows)?;
+        }
+        dev.attn_latent(&mut ws.attention, state, w, &latent, select, rows)?;
+        dev.attn_out_a(&mut ws.attention, w, &latent, rows)?;
+        dev.attn_out_b(&mut ws.y, &ws.attention, w, &latent, rows)?;
+        tap(dev, Block::Attention, ws)?;
+        let (output, ffn_norm) = (Incoming::Output(&ws.y), Norm { weight: &self.ffn_norm, eps });
+        dev.hc_site(&mut ws.h, &mut ws.streams, output, &self.ffn_site, &c.hc, ffn_norm, rows)?;
+        dev.ffn_in(&mut ws.experts, &ws.h, &self.experts, &c.experts, rows)?;
+        dev.experts_up(&mut ws.experts, &ws.h, &self.experts, &c.experts, rows)?;
+        dev.experts_down(&mut ws.y, &ws.experts, &self.experts, &c.experts, rows)?;
+        tap(dev, Block::Experts, ws)
     }
 }
 

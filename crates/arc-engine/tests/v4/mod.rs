@@ -8,7 +8,7 @@ use arc_device::ops::sample::SamplerConfig;
 use arc_device::step::{BLOCK_TOKENS, CtxClass, Limits, Part, Row, SlotInit, StepDelta, StepKey, row_flags};
 use arc_device::{DeviceLoop, Landing};
 use arc_engine::load::ModelFile;
-use arc_engine::model::deepseek_v4::Numerics;
+use arc_engine::model::deepseek_v4::{Numerics, V4Config};
 use arc_engine::model::{Model, ModelConfig};
 use arc_engine::runner::Runner;
 use safetensors::tensor::{Dtype, TensorView};
@@ -121,10 +121,15 @@ pub fn bf16() -> PathBuf {
 }
 
 pub fn load(folder: &Path, numerics: Numerics, threads: usize) -> (Cpu, Model<Cpu>) {
+    load_with(folder, threads, &|config| config.set_numerics(numerics))
+}
+
+/// A model whose configuration was changed first.
+pub fn load_with(folder: &Path, threads: usize, change: &dyn Fn(&mut V4Config)) -> (Cpu, Model<Cpu>) {
     let file = ModelFile::open(folder).expect("the fixture opens");
     let mut config = ModelConfig::read(&file).expect("the fixture has a configuration");
     let ModelConfig::DeepseekV4(v4) = &mut config else { panic!("the fixture is a DeepSeek-V4") };
-    v4.set_numerics(numerics);
+    change(v4);
     let mut dev = Cpu::new(threads, limits());
     let model = Model::load(&mut dev, &file, &config, &limits()).expect("the fixture loads");
     (dev, model)

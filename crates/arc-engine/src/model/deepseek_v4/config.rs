@@ -100,6 +100,8 @@ pub struct V4Config {
     pub compress_rope_base: f64,
     /// How those in compressed layers are stretched.
     pub yarn: Yarn,
+    /// Whether the draft block is loaded too; not unless set.
+    pub draft: bool,
     /// In which arithmetic it runs: [`Self::set_numerics`].
     numerics: Numerics,
 }
@@ -193,6 +195,7 @@ impl V4Config {
             rope_base: fields.float_or("rope_theta", 1e4)?,
             compress_rope_base: fields.float_or("compress_rope_theta", 1.6e5)?,
             yarn: yarn(fields)?,
+            draft: false,
             numerics: Numerics::Reference,
         })
     }
@@ -269,7 +272,7 @@ impl V4Config {
     /// What a device must know.
     pub fn shape(&self) -> ModelShape {
         let ExpertConfig { router, hidden, ffn, .. } = self.experts;
-        let gathered = [self.attention.q_dim(), router.chosen * hidden, (router.chosen + 1) * ffn];
+        let gathered = [self.attention.q_dim(), STREAMS * hidden, router.chosen * hidden, (router.chosen + 1) * ffn];
         let gathered = gathered.into_iter().max().unwrap_or(0);
         ModelShape { vocab: self.vocab, hidden, post_norms: false, gathered }
     }

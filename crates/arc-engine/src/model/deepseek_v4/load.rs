@@ -2,8 +2,8 @@
 
 use arc_device::ops::hc::{MIXES, STREAMS};
 use arc_device::ops_v4::{
-    CompressorWeights, ExpertWeights, ExpertWork, HcHead, HcSite, IndexWeights, LatentState, LatentWeights, LatentWork,
-    OpsV4, PoolState, PoolWeights, RouterWeights, Streams,
+    CompressorWeights, DraftWeights, ExpertWeights, ExpertWork, HcHead, HcSite, IndexWeights, LatentState,
+    LatentWeights, LatentWork, OpsV4, PoolState, PoolWeights, RouterWeights, Streams,
 };
 use arc_device::step::Limits;
 use arc_device::{Alloc, MemoryClass};
@@ -12,6 +12,7 @@ use arc_device::ops::compress::Compressor;
 use arc_device::ops::latent::RowFormat;
 
 use super::config::{LayerKind, Numerics, V4Config};
+use super::draft::Draft;
 use super::weights::Reader;
 use super::{DeepseekV4, Layer, Workspace, latent_layer};
 use crate::load::{LoadError, Weights};
@@ -28,7 +29,8 @@ impl<D: OpsV4 + Alloc> DeepseekV4<D> {
         let (c, hidden) = (config, config.hc.dim);
         loader.check_kinds()?;
         let embed = loader.matrix(dev, "embed", c.vocab, hidden)?;
-        let layers = (0..c.layers.len()).map(|i| loader.layer(dev, i)).collect::<Result<Vec<_>>>()?;
+        let layer = |(i, &kind)| loader.layer(dev, &format!("layers.{i}."), kind, i < c.hashed_layers);
+        let layers = c.layers.iter().enumerate().map(layer).collect::<Result<Vec<_>>>()?;
         let hc_head = loader.hc_head(dev, "")?;
         let norm = loader.norm(dev, "norm", hidden)?;
         let head = loader.matrix(dev, "head", c.vocab, hidden)?;
@@ -37,8 +39,9 @@ impl<D: OpsV4 + Alloc> DeepseekV4<D> {
             dev.vector("rope", &c.rope_table(true, limits.context))?,
         ];
         let state = c.layers.iter().map(|&kind| state(dev, c, kind, limits)).collect::<Result<Vec<_>>>()?;
+        let draft = c.draft.then(|| loader.draft(dev, limits)).transpose()?;
         let ws = workspace(dev, c, &rope, limits)?;
-        Ok(DeepseekV4 { config: c.clone(), embed, layers, hc_head, norm, head, rope, state, ws })
+        Ok(DeepseekV4 { config: c.clone(), embed, layers, hc_head, norm, head, rope, state, draft, ws })
     }
 }
 
@@ -75,8 +78,25 @@ impl Loader<'_> {
         self.read.vector(dev, "norm", &format!("{name}.weight"), &[len])
     }
 
-    fn layer<D: Alloc>(&self, dev: &mut D, i: usize) -> Result<Layer<D>> {
-        let (kind, at) = (self.c.layers[i], format!("layers.{i}."));
+    fn draft<D: Alloc>(&self, dev: &mut D, limits: &Limits) -> Result<Draft<D>> {
+        let (at, dim) = ("mtp.0.", self.c.hc.dim);
+        self.read.absent(&format!("{at}attn.compressor.ape"), "draft blocks read their window only")?;
+        Ok(Draft {
+            input: DraftWeights {
+                embed_norm: self.norm(dev, &format!("{at}enorm"), dim)?,
+                stream_norm: self.norm(dev, &format!("{at}hnorm"), dim)?,
+                embed: self.matrix(dev, &format!("{at}e_proj"), dim, dim)?,
+                stream: self.matrix(dev, &format!("{at}h_proj"), dim, dim)?,
+            },
+            layer: self.layer(dev, at, LayerKind::Window, false)?,
+            hc_head: self.hc_head(dev, at)?,
+            norm: self.norm(dev, &format!("{at}norm"), dim)?,
+            state: state(dev, self.c, LayerKind::Window, limits)?,
+            logits: dev.alloc("draft logits", MemoryClass::Workspace, limits.heads * self.c.vocab)?,
+        })
+    }
+
+    fn layer<D: Alloc>(&self, dev: &mut D, at: &str, kind: LayerKind, hashed: bool) -> Result<Layer<D>> {
         Ok(Layer {
             kind,
             attn_site: self.site(dev, &format!("{at}hc_attn"))?,
@@ -84,7 +104,7 @@ impl Loader<'_> {
             attention: self.attention(dev, &format!("{at}attn"), kind)?,
             ffn_site: self.site(dev, &format!("{at}hc_ffn"))?,
             ffn_norm: self.norm(dev, &format!("{at}ffn_norm"), self.c.hc.dim)?,
-            experts: self.experts(dev, &format!("{at}ffn"), i < self.c.hashed_layers)?,
+            experts: self.experts(dev, &format!("{at}ffn"), hashed)?,
         })
     }
 
