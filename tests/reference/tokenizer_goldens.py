@@ -58,7 +58,8 @@ def from_json(name):
     for token in spec["added_tokens"]:
         text = token["content"]
         bracketed = len(text) > 2 and text[0] + text[-1] in ("<>", "[]")
-        if "｜" in text or (text[:2] == "<|" and text[-2:] == "|>") or (bracketed and text in template):
+        is_written = (bracketed and text in template) or text in ("<think>", "</think>")
+        if "｜" in text or (text[:2] == "<|" and text[-2:] == "|>") or is_written:
             token["special"] = True
     return hugging_face(Tokenizer.from_str(json.dumps(spec)))
 

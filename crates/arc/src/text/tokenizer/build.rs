@@ -188,7 +188,11 @@ fn index(spec: &TokenizerSpec<'_>, kinds: &[Kind]) -> Result<Indexed, TokenizerE
 /// Whether an added token structures a conversation, so that a user's text must not produce it. `written`: the
 /// [`bracketed`] texts of the chat template.
 fn is_structural(token: &str, written: &HashSet<&str>) -> bool {
-    token.contains('｜') || token.starts_with("<|") && token.ends_with("|>") || written.contains(token)
+    token.contains('｜')
+        || token.starts_with("<|") && token.ends_with("|>")
+        // DeepSeek-V4 has no template that would write them.
+        || matches!(token, "<think>" | "</think>")
+        || written.contains(token)
 }
 
 /// Every `<...>` and `[...]` in `template`, up to the first closing bracket.
