@@ -15,6 +15,7 @@
 //! own instead is small: one merge loop ([`bpe`]), four splitters ([`split`]) and a table of token bytes ([`vocab`]).
 
 mod bpe;
+pub mod deepseek_v4;
 mod detokenize;
 mod gguf;
 mod json;

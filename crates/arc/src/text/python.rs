@@ -167,20 +167,12 @@ impl Printer<'_, '_, '_> {
     fn json_string(&mut self, text: &str, style: &Json) {
         self.out.push('"');
         for c in text.chars() {
-            match c {
-                '"' => self.out.push_str("\\\""),
-                '\\' => self.out.push_str("\\\\"),
-                '\n' => self.out.push_str("\\n"),
-                '\r' => self.out.push_str("\\r"),
-                '\t' => self.out.push_str("\\t"),
-                '\u{8}' => self.out.push_str("\\b"),
-                '\u{c}' => self.out.push_str("\\f"),
-                _ if c < ' ' || style.ensure_ascii && !c.is_ascii() && Some(c) != self.mark => {
-                    for unit in c.encode_utf16(&mut [0; 2]) {
-                        write!(self.out, "\\u{unit:04x}").expect("writing to a string");
-                    }
+            if style.ensure_ascii && !c.is_ascii() && Some(c) != self.mark {
+                for unit in c.encode_utf16(&mut [0; 2]) {
+                    write!(self.out, "\\u{unit:04x}").expect("writing to a string");
                 }
-                _ => self.out.push(c),
+            } else {
+                push_json_char(c, self.out);
             }
         }
         self.out.push('"');
@@ -288,8 +280,23 @@ fn is_printable(c: char) -> bool {
         )
 }
 
+/// Appends a character of a JSON string as `json.dumps` writes it with `ensure_ascii=False`.
+pub(super) fn push_json_char(c: char, out: &mut String) {
+    match c {
+        '"' => out.push_str("\\\""),
+        '\\' => out.push_str("\\\\"),
+        '\n' => out.push_str("\\n"),
+        '\r' => out.push_str("\\r"),
+        '\t' => out.push_str("\\t"),
+        '\u{8}' => out.push_str("\\b"),
+        '\u{c}' => out.push_str("\\f"),
+        _ if c < ' ' => write!(out, "\\u{:04x}", u32::from(c)).expect("writing to a string"),
+        _ => out.push(c),
+    }
+}
+
 /// Python's `repr` of a float, also its JSON: the shortest digits, an exponent from 1e16 and below 1e-4.
-fn repr_float(float: f64) -> String {
+pub(super) fn repr_float(float: f64) -> String {
     if float.is_nan() {
         return "NaN".into();
     }
