@@ -5,12 +5,13 @@ use std::time::{Duration, Instant};
 use arc::text::{
     Special, Tokenizer,
     deepseek_v4::{
-        Effort, EncodeError, Function, Message, Options, Profile, Role, Task, Thinking, ToolCall, render, speaks,
+        AnswerFormat, AnswerParser, Effort, EncodeError, Function, Message, Options, Profile, Role, Task, Thinking,
+        ToolCall, render, speaks,
     },
 };
 use serde_json::{Value, json};
 
-use crate::{cases, tokenizer};
+use crate::{Random, cases, tokenizer};
 
 /// Options as the release's program takes them, and the context.
 fn options(value: &Value) -> (Options, Vec<Message>) {
@@ -274,4 +275,61 @@ fn long_conversations_cost_in_proportion() {
     // Every result is in the place of its call.
     let places: Vec<usize> = (0..n).map(|at| prompt.text().find(&format!("r{at};")).expect("there")).collect();
     assert!(places.is_sorted());
+}
+
+/// What is written as an assistant's turn is read back as it was.
+#[test]
+fn turns_are_read_back() {
+    let texts = [
+        "",
+        "a",
+        " x\n",
+        "é😀",
+        "<",
+        "\n\n",
+        "</｜DSML｜x>",
+        "<｜DSML｜invoke name=\"f\">",
+        "\"",
+        "\\",
+        "\u{1}\u{7f}",
+        "{\"a\": 1}",
+    ];
+    let values = ["1", "-2.5", "true", "null", "[]", "{}", "[1, \"x</｜DSML｜y>\"]", "{\"a\": {\"b\": [\"\\n\\\"\"]}}"];
+    let mut random = Random(7);
+    for round in 0..2000 {
+        let mut join = |n: usize| (0..random.below(n)).map(|_| random.pick(&texts)).collect::<String>();
+        // A message's own tags would end what they stand in.
+        let reasoning = join(4);
+        let content = join(4);
+        let mut calls = Vec::new();
+        for _ in 0..random.below(4) {
+            let mut members: Vec<String> = Vec::new();
+            for at in 0..random.below(4) {
+                let name = format!("{}{at}", random.pick(&["k", "k e", "\"", "é\n", "<｜", ">"]));
+                let value = match random.below(2) {
+                    0 => random.pick(&values).to_owned(),
+                    _ => serde_json::to_string(random.pick(&texts)).expect("a string"),
+                };
+                members.push(format!("{}: {value}", serde_json::to_string(&name).expect("a string")));
+            }
+            let arguments = format!("{{{}}}", members.join(", "));
+            calls.push(ToolCall {
+                id: String::new(),
+                function: Function { name: format!("f{}", calls.len()), arguments },
+            });
+        }
+        let assistant = Message {
+            reasoning_content: reasoning.clone(),
+            tool_calls: calls.clone(),
+            ..Message::new(Role::Assistant, content.as_str())
+        };
+        let options = Options { thinking: Thinking::On, drop_thinking: false, ..Options::default() };
+        let turn = render(&[assistant], &[Message::new(Role::User, "u")], &options).expect("a prompt");
+        let answer = AnswerParser::parse(AnswerFormat { thinking: Thinking::On, tools: true }, turn.text());
+        assert_eq!((&answer.reasoning, &answer.content), (&reasoning, &content), "round {round}");
+        let got: Vec<_> = answer.calls.iter().map(|c| (c.name.as_str(), c.arguments.as_str(), c.complete)).collect();
+        let want: Vec<_> =
+            calls.iter().map(|c| (c.function.name.as_str(), c.function.arguments.as_str(), true)).collect();
+        assert_eq!(got, want, "round {round}: {}", turn.text());
+    }
 }

@@ -17,7 +17,9 @@ pub const END_THINK: &str = "</think>";
 /// The token inside every tag of a tool call; the angle brackets around it are ordinary text.
 pub const DSML: &str = "｜DSML｜";
 
-/// Begins a block of calls, with the blank line that stands between it and the text before.
+/// Begins a block of calls.
+pub(super) const OPEN_CALLS: &str = "<｜DSML｜tool_calls>";
+/// The same with the blank line that stands between it and the text before.
 pub(super) const OPEN_CALLS_WITH_GAP: &str = "\n\n<｜DSML｜tool_calls>";
 /// Ends it.
 pub(super) const CLOSE_CALLS: &str = "</｜DSML｜tool_calls>";
