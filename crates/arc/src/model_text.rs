@@ -2,9 +2,14 @@
 
 use std::sync::Arc;
 
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value, json, value::RawValue};
 
-use crate::text::{ChatInput, ChatTemplate, Control, Detokenizer, TemplateError, Tokenizer};
+use crate::text::{
+    ChatInput, ChatTemplate, Control, Detokenizer, TemplateError, Tokenizer,
+    deepseek_v4::{self, AnswerFormat, EncodeError, ToolCall},
+};
+
+mod v4;
 
 /// Who speaks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,6 +20,8 @@ pub enum Role {
     User,
     /// The model.
     Assistant,
+    /// The result of a call.
+    Tool,
 }
 
 impl Role {
@@ -24,6 +31,7 @@ impl Role {
             Role::System => "system",
             Role::User => "user",
             Role::Assistant => "assistant",
+            Role::Tool => "tool",
         }
     }
 }
@@ -35,18 +43,52 @@ pub struct ChatMessage {
     pub role: Role,
     /// What is said.
     pub content: String,
+    /// What the assistant thought before.
+    pub reasoning: String,
+    /// What the assistant called.
+    pub tool_calls: Vec<ToolCall>,
+    /// The id of the call that a tool's message is the result of.
+    pub tool_call_id: String,
 }
 
 impl ChatMessage {
     /// A message.
     pub fn new(role: Role, content: impl Into<String>) -> ChatMessage {
-        ChatMessage { role, content: content.into() }
+        ChatMessage {
+            role,
+            content: content.into(),
+            reasoning: String::new(),
+            tool_calls: Vec::new(),
+            tool_call_id: String::new(),
+        }
     }
 
     /// As templates and files have it.
     pub fn to_json(&self) -> Value {
         json!({"role": self.role.word(), "content": self.content})
     }
+}
+
+/// A conversation with all that a client can say about its answer.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Conversation<'a> {
+    /// What was said.
+    pub messages: &'a [ChatMessage],
+    /// Tools that the model may call: objects with a `function`. Empty unless [`ModelText::takes_tools`].
+    pub tools: &'a [Box<RawValue>],
+    /// How much to reason, in the API's words. Absent unless [`ModelText::takes_tools`].
+    pub effort: Option<&'a str>,
+    /// More names for the template.
+    pub variables: Option<&'a Map<String, Value>>,
+}
+
+/// Tokens of a conversation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ChatPrompt {
+    /// Up to where the assistant speaks.
+    pub ids: Vec<u32>,
+    /// How the answer is to be read; none: all of it is content.
+    pub answer: Option<AnswerFormat>,
 }
 
 /// Why text could not become a prompt. The caller's text or the model's template is at fault, never the engine.
@@ -66,6 +108,26 @@ pub enum PromptError {
     /// The template did not take this conversation.
     #[error(transparent)]
     Template(#[from] TemplateError),
+    /// The model's own format did not take it.
+    #[error(transparent)]
+    Encode(#[from] EncodeError),
+    /// Something that the client asks for is not known to the model's format.
+    #[error("{name} {problem}")]
+    Option {
+        /// Field of the request, as a path.
+        name: String,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
+}
+
+/// How conversations become prompts.
+#[derive(Debug, Clone)]
+enum Format {
+    /// As the model's own template says.
+    Template(ChatTemplate),
+    /// As DeepSeek-V4 wants it.
+    DeepSeekV4,
 }
 
 /// Tokenizer and chat template of one model.
@@ -73,7 +135,7 @@ pub enum PromptError {
 pub struct ModelText {
     tokenizer: Arc<Tokenizer>,
     /// Or why there is none: a model can still continue raw text.
-    template: Result<ChatTemplate, String>,
+    format: Result<Format, String>,
     context: u32,
     token_bytes_max: usize,
 }
@@ -83,8 +145,13 @@ impl ModelText {
     pub fn new(tokenizer: Tokenizer, context: u32) -> ModelText {
         let n_vocab = u32::try_from(tokenizer.n_vocab()).unwrap_or(u32::MAX);
         let token_bytes_max = (0..n_vocab).map(|id| tokenizer.token_bytes(id).len()).max().unwrap_or(1).max(1);
-        let template = ChatTemplate::of(&tokenizer).map_err(|e| e.to_string());
-        ModelText { tokenizer: Arc::new(tokenizer), template, context, token_bytes_max }
+        // Files of V4 may come with somebody's template; the format itself is exact.
+        let format = if deepseek_v4::speaks(&tokenizer) {
+            Ok(Format::DeepSeekV4)
+        } else {
+            ChatTemplate::of(&tokenizer).map(Format::Template).map_err(|e| e.to_string())
+        };
+        ModelText { tokenizer: Arc::new(tokenizer), format, context, token_bytes_max }
     }
 
     /// The tokenizer.
@@ -94,7 +161,12 @@ impl ModelText {
 
     /// Whether conversations can be encoded.
     pub fn has_template(&self) -> bool {
-        self.template.is_ok()
+        self.format.is_ok()
+    }
+
+    /// Whether it is known how this model is told of tools and reasoning, and how its answers tell them from text.
+    pub fn takes_tools(&self) -> bool {
+        matches!(self.format, Ok(Format::DeepSeekV4))
     }
 
     /// Tokens of a raw prompt: what the model wants in front of it, then the text, in which no control token is read.
@@ -103,19 +175,39 @@ impl ModelText {
         Ok(self.tokenizer.encode_prompt(text))
     }
 
-    /// Tokens of a conversation up to where the assistant speaks. `variables` are more names for the template.
+    /// Tokens of a conversation up to where the assistant speaks, to be answered with content alone. `variables` are more
+    /// names for the template.
     pub fn encode_chat(
         &self,
         messages: &[ChatMessage],
         variables: Option<&Map<String, Value>>,
     ) -> Result<Vec<u32>, PromptError> {
-        let template = self.template.as_ref().map_err(|e| PromptError::NoTemplate(e.clone()))?;
-        for m in messages {
+        let prompt = self.encode_conversation(&Conversation { messages, variables, ..Conversation::default() })?;
+        Ok(prompt.ids)
+    }
+
+    /// Tokens of a conversation up to where the assistant speaks, and how to read what it says.
+    pub fn encode_conversation(&self, conversation: &Conversation<'_>) -> Result<ChatPrompt, PromptError> {
+        let format = self.format.as_ref().map_err(|e| PromptError::NoTemplate(e.clone()))?;
+        for m in conversation.messages {
             self.check_len(&m.content)?;
+            self.check_len(&m.reasoning)?;
+            for call in &m.tool_calls {
+                self.check_len(&call.function.arguments)?;
+            }
         }
-        let messages: Vec<Value> = messages.iter().map(ChatMessage::to_json).collect();
-        let input = ChatInput { messages: &messages, tools: None, add_generation_prompt: true, variables };
-        Ok(template.encode(&self.tokenizer, &input)?)
+        for tool in conversation.tools {
+            self.check_len(tool.get())?;
+        }
+        match format {
+            Format::Template(template) => {
+                let messages: Vec<Value> = conversation.messages.iter().map(ChatMessage::to_json).collect();
+                let variables = conversation.variables;
+                let input = ChatInput { messages: &messages, tools: None, add_generation_prompt: true, variables };
+                Ok(ChatPrompt { ids: template.encode(&self.tokenizer, &input)?, answer: None })
+            }
+            Format::DeepSeekV4 => v4::encode(&self.tokenizer, conversation),
+        }
     }
 
     /// Text of tokens; control tokens leave no trace.

@@ -9,6 +9,8 @@ mod common;
 mod encode;
 #[path = "v4_chat/parse.rs"]
 mod parse;
+#[path = "v4_chat/server.rs"]
+mod server;
 #[path = "v4_chat/splits.rs"]
 mod splits;
 

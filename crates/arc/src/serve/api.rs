@@ -7,10 +7,13 @@
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, de::DeserializeOwned};
-use serde_json::Value;
+use serde_json::{Value, value::RawValue};
 
 use super::error::ApiError;
-use crate::config::suggestion;
+use crate::{
+    config::suggestion,
+    text::deepseek_v4::{Function, ToolCall},
+};
 
 /// The fields that both kinds of request have, handed to another macro with whatever it is called with.
 macro_rules! with_shared_fields {
@@ -120,9 +123,9 @@ with_shared_fields!(request_struct! {
         top_logprobs: u32,
         /// Only `{"type": "text"}`.
         response_format: Value,
-        /// Not supported.
-        tools: Value,
-        /// Only `"none"` and `"auto"`, which without tools are the same.
+        /// What the model may call, where its chat format is known.
+        tools: Vec<Box<RawValue>>,
+        /// Only `"none"` and `"auto"`.
         tool_choice: Value,
         /// Without tools it says nothing.
         parallel_tool_calls: bool,
@@ -136,8 +139,8 @@ with_shared_fields!(request_struct! {
         audio: Value,
         /// Not supported.
         prediction: Value,
-        /// Not supported.
-        reasoning_effort: Value,
+        /// How much to reason, where the model's chat format is known.
+        reasoning_effort: String,
         /// Not supported.
         verbosity: Value,
         /// Not supported.
@@ -183,10 +186,12 @@ pub struct Message {
     pub content: Option<Value>,
     /// Kept nowhere.
     pub name: Option<String>,
-    /// Not supported.
+    /// What a client echoes from an answer, where the model's chat format is known.
+    pub reasoning_content: Option<String>,
+    /// What a client echoes from an answer, where the model's chat format is known.
     pub tool_calls: Option<Value>,
-    /// Not supported.
-    pub tool_call_id: Option<Value>,
+    /// Of a tool's result: the id of the call.
+    pub tool_call_id: Option<String>,
     /// Not supported.
     pub function_call: Option<Value>,
     /// Not supported.
@@ -195,6 +200,24 @@ pub struct Message {
     pub refusal: Option<Value>,
     /// What a client echoes from an answer; not supported where it says something.
     pub annotations: Option<Value>,
+}
+
+/// A call in a message. Streams have its index; in a list its place counts.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ToolCallParam {
+    id: Option<String>,
+    r#type: Option<String>,
+    #[serde(rename = "index")]
+    _index: Option<u32>,
+    function: FunctionParam,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FunctionParam {
+    name: String,
+    arguments: String,
 }
 
 /// A part of a message's content.
@@ -275,6 +298,23 @@ pub fn content_text(content: Value, param: &str) -> Result<String, ApiError> {
         }
         _ => Err(ApiError::field(param, format!("{param} must be a string or a list of text parts"))),
     }
+}
+
+/// The calls of a message. `param` is their path.
+pub fn tool_calls(calls: Value, param: &str) -> Result<Vec<ToolCall>, ApiError> {
+    let Value::Array(calls) = calls else {
+        return Err(ApiError::field(param, format!("{param} must be a list")));
+    };
+    let call = |(i, call): (usize, Value)| {
+        let at = format!("{param}[{i}]");
+        let call: ToolCallParam = serde_path_to_error::deserialize(call).map_err(|e| describe(&at, e.inner()))?;
+        if call.r#type.is_some_and(|kind| kind != "function") {
+            return Err(ApiError::field(&at, format!("the type of {at} must be \"function\"")));
+        }
+        let function = Function { name: call.function.name, arguments: call.function.arguments };
+        Ok(ToolCall { id: call.id.unwrap_or_default(), function })
+    };
+    calls.into_iter().enumerate().map(call).collect()
 }
 
 /// `stop`: null, a string, or a list of strings.

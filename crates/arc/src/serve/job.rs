@@ -10,8 +10,11 @@ use super::{
 };
 use crate::{
     answer::fresh_seed,
-    model_text::{ChatMessage, Role},
-    text::{Special, StopMatcher},
+    model_text::{ChatMessage, Conversation, PromptError, Role},
+    text::{
+        Special, StopMatcher,
+        deepseek_v4::{AnswerFormat, EncodeError},
+    },
 };
 
 /// Which API the answer is written for.
@@ -44,6 +47,8 @@ pub struct Job {
     pub stream_options: StreamOptions,
     /// Report logprobs.
     pub logprobs: bool,
+    /// How to tell reasoning and calls from content; none: all is content.
+    pub answer: Option<AnswerFormat>,
 }
 
 /// One sequence of a job.
@@ -60,18 +65,26 @@ pub fn chat(app: &App, body: &[u8]) -> Result<Job, ApiError> {
     let mut request: ChatRequest = api::parse(body)?;
     let mut shared = request.shared();
     for (param, value) in [
-        ("tools", &request.tools),
         ("functions", &request.functions),
         ("function_call", &request.function_call),
         ("audio", &request.audio),
         ("prediction", &request.prediction),
-        ("reasoning_effort", &request.reasoning_effort),
         ("verbosity", &request.verbosity),
         ("web_search_options", &request.web_search_options),
     ] {
         if !says_nothing(value) {
             return Err(ApiError::unsupported(param));
         }
+    }
+    let takes_tools = app.text.takes_tools();
+    let mut tools = request.tools.unwrap_or_default();
+    for (param, asked) in [("tools", !tools.is_empty()), ("reasoning_effort", request.reasoning_effort.is_some())] {
+        if asked && !takes_tools {
+            return Err(ApiError::unsupported(param));
+        }
+    }
+    if request.tool_choice.as_ref().is_some_and(|t| t == "none") {
+        tools.clear();
     }
     if !says_nothing(&request.tool_choice) && !request.tool_choice.as_ref().is_some_and(|t| t == "none" || t == "auto")
     {
@@ -104,21 +117,39 @@ pub fn chat(app: &App, body: &[u8]) -> Result<Job, ApiError> {
     if messages.is_empty() {
         return Err(ApiError::field("messages", "messages is empty; send at least one"));
     }
-    let messages =
-        messages.into_iter().enumerate().map(|(i, m)| chat_message(i, m)).collect::<Result<Vec<ChatMessage>, _>>()?;
+    let messages = messages
+        .into_iter()
+        .enumerate()
+        .map(|(i, m)| chat_message(i, m, takes_tools))
+        .collect::<Result<Vec<_>, _>>()?;
     let common = Common::new(app, shared, logprobs)?;
-    let prompt = app
-        .text
-        .encode_chat(&messages, request.chat_template_kwargs.as_ref())
-        .map_err(|e| ApiError::field("messages", e.to_string()))?;
-    common.job(Kind::Chat, vec![(prompt, None)], None)
+    let conversation = Conversation {
+        messages: &messages,
+        tools: &tools,
+        effort: request.reasoning_effort.as_deref(),
+        variables: request.chat_template_kwargs.as_ref(),
+    };
+    let prompt = app.text.encode_conversation(&conversation).map_err(|e| match &e {
+        PromptError::Option { name, .. } => ApiError::field(name.clone(), e.to_string()),
+        PromptError::Encode(EncodeError::Tool { index }) => ApiError::field(format!("tools[{index}]"), e.to_string()),
+        _ => ApiError::field("messages", e.to_string()),
+    })?;
+    let job = common.job(Kind::Chat, vec![(prompt.ids, None)], None)?;
+    Ok(Job { answer: prompt.answer, ..job })
 }
 
-fn chat_message(i: usize, m: Message) -> Result<ChatMessage, ApiError> {
+fn chat_message(i: usize, m: Message, takes_tools: bool) -> Result<ChatMessage, ApiError> {
     let at = |field: &str| format!("messages[{i}].{field}");
+    for (field, asked) in [
+        ("tool_calls", !says_nothing(&m.tool_calls)),
+        ("tool_call_id", m.tool_call_id.is_some()),
+        ("reasoning_content", m.reasoning_content.as_ref().is_some_and(|text| !text.is_empty())),
+    ] {
+        if asked && !takes_tools {
+            return Err(ApiError::unsupported(&at(field)));
+        }
+    }
     for (field, value) in [
-        ("tool_calls", &m.tool_calls),
-        ("tool_call_id", &m.tool_call_id),
         ("function_call", &m.function_call),
         ("audio", &m.audio),
         ("refusal", &m.refusal),
@@ -132,6 +163,7 @@ fn chat_message(i: usize, m: Message) -> Result<ChatMessage, ApiError> {
         "system" | "developer" => Role::System,
         "user" => Role::User,
         "assistant" => Role::Assistant,
+        "tool" if takes_tools => Role::Tool,
         other => {
             let hint = crate::config::suggestion(other, ["system", "developer", "user", "assistant"]);
             let other: String = other.chars().take(50).collect();
@@ -143,7 +175,29 @@ fn chat_message(i: usize, m: Message) -> Result<ChatMessage, ApiError> {
         _ if role == Role::Assistant => String::new(),
         _ => return Err(ApiError::field(at("content"), format!("messages[{i}].content is missing"))),
     };
-    Ok(ChatMessage::new(role, content))
+    let misplaced = |field: &str, role: &str| {
+        let message = format!("messages[{i}].{field} belongs to a message of role {role}");
+        Err(ApiError::field(at(field), message))
+    };
+    if role != Role::Assistant && !says_nothing(&m.tool_calls) {
+        return misplaced("tool_calls", "assistant");
+    }
+    if role != Role::Assistant && m.reasoning_content.is_some() {
+        return misplaced("reasoning_content", "assistant");
+    }
+    if role != Role::Tool && m.tool_call_id.is_some() {
+        return misplaced("tool_call_id", "tool");
+    }
+    let tool_calls = match m.tool_calls.filter(|calls| !calls.is_null()) {
+        Some(calls) => api::tool_calls(calls, &at("tool_calls"))?,
+        None => Vec::new(),
+    };
+    Ok(ChatMessage {
+        reasoning: m.reasoning_content.unwrap_or_default(),
+        tool_calls,
+        tool_call_id: m.tool_call_id.unwrap_or_default(),
+        ..ChatMessage::new(role, content)
+    })
 }
 
 /// Reads and checks a completion request.
@@ -254,6 +308,7 @@ impl Common {
             stream: self.shared.stream.unwrap_or(false),
             stream_options: self.shared.stream_options.unwrap_or_default(),
             logprobs: self.logprobs.is_some(),
+            answer: None,
         })
     }
 }

@@ -46,6 +46,7 @@ pub struct ServedModel {
 fn describe(app: &App) -> Value {
     let limits = app.backend.limits();
     let context = limits.context.min(limits.kv_tokens);
+    let features: &[&str] = if app.text.takes_tools() { &["tools", "reasoning"] } else { &[] };
     json!({
         "id": app.model.name,
         "object": "model",
@@ -60,7 +61,7 @@ fn describe(app: &App) -> Value {
         "max_output_length": context,
         "pricing": {"prompt": "0", "completion": "0", "image": "0", "request": "0", "input_cache_read": "0"},
         "supported_sampling_parameters": SAMPLING_PARAMETERS,
-        "supported_features": [],
+        "supported_features": features,
     })
 }
 

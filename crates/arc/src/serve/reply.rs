@@ -25,8 +25,15 @@ use super::{
 };
 use crate::{
     answer::Scored,
-    text::{Control, Detokenizer, Tokenizer},
+    text::{
+        Control, Detokenizer, Tokenizer,
+        deepseek_v4::{AnswerEvent, AnswerParser},
+    },
 };
+
+mod said;
+
+use said::Said;
 
 /// What every body of one answer says.
 struct Head {
@@ -158,7 +165,10 @@ struct Draft {
     /// Characters of the echoed prompt, by which the answer's own offsets are moved.
     echo_chars: usize,
     scores: Vec<TokenEvent>,
-    text: String,
+    /// Tells reasoning and calls from content, where the model has them.
+    parser: Option<AnswerParser>,
+    events: Vec<AnswerEvent>,
+    said: Said,
     tokens: Vec<Scored>,
     reason: &'static str,
 }
@@ -171,7 +181,7 @@ impl Draft {
             if head.logprobs {
                 self.tokens = echo.tokens(head.app.text.tokenizer(), std::mem::take(&mut self.scores));
             }
-            self.text = echo.text;
+            self.said.content = echo.text;
         }
     }
 
@@ -180,21 +190,33 @@ impl Draft {
             Update::Prompt(scores) => self.scores.extend(scores),
             Update::Piece(piece) => {
                 self.begin(head);
-                self.text.push_str(&piece.text);
+                match &mut self.parser {
+                    Some(parser) => parser.push(&piece.text, &mut self.events),
+                    None => self.said.content.push_str(&piece.text),
+                }
                 let moved = piece.tokens.into_iter().map(|t| Scored { offset: t.offset + self.echo_chars, ..t });
                 self.tokens.extend(moved);
             }
             Update::End(reason) => {
                 self.begin(head);
+                if let Some(parser) = &mut self.parser {
+                    parser.finish(&mut self.events);
+                }
                 self.reason = reason;
             }
+        }
+        self.events.drain(..).for_each(|event| self.said.add(event));
+        // A call that can be acted on was meant; one that was cut off was not.
+        if self.reason == "stop" && self.said.is_calling() {
+            self.reason = "tool_calls";
         }
     }
 }
 
 fn drafts(job: &Job) -> Vec<Draft> {
     let echo = |c: &super::job::Choice| c.echo.clone().map(|text| Echo { text, prompt: c.request.prompt.clone() });
-    job.choices.iter().map(|c| Draft { echo: echo(c), ..Draft::default() }).collect()
+    let parser = || job.answer.map(AnswerParser::new);
+    job.choices.iter().map(|c| Draft { echo: echo(c), parser: parser(), ..Draft::default() }).collect()
 }
 
 /// Runs a job and answers, in one body or in a stream. Errors: refused, or failed before a stream began.
@@ -223,12 +245,12 @@ async fn whole_reply(head: Head, mut drafts: Vec<Draft>, mut run: Run) -> Result
         match head.kind {
             Kind::Chat => json!({
                 "index": index,
-                "message": {"role": "assistant", "content": draft.text, "refusal": null},
+                "message": draft.said.message(&head.id, index),
                 "logprobs": logprobs,
                 "finish_reason": draft.reason,
             }),
             Kind::Completion => {
-                json!({"index": index, "text": draft.text, "logprobs": logprobs, "finish_reason": draft.reason})
+                json!({"index": index, "text": draft.said.content, "logprobs": logprobs, "finish_reason": draft.reason})
             }
         }
     };
@@ -319,19 +341,23 @@ impl Streaming {
         let ended = matches!(update, Update::End(_));
         let draft = &mut self.drafts[choice];
         draft.add(&self.head, update);
-        let text = std::mem::take(&mut draft.text);
+        let said = draft.said.take();
         let tokens = std::mem::take(&mut draft.tokens);
         let reason = if ended { json!(draft.reason) } else { Value::Null };
-        if text.is_empty() && tokens.is_empty() && !ended {
+        // Where a parser holds text back, tokens alone say something only with their logprobs.
+        let says_tokens = !tokens.is_empty() && (self.head.logprobs || draft.parser.is_none());
+        if said.is_empty() && !says_tokens && !ended {
             return None;
         }
         let logprobs = if tokens.is_empty() { Value::Null } else { self.head.logprobs(&tokens) };
         Some(self.chunk(match self.head.kind {
             Kind::Chat => {
-                let delta = if text.is_empty() { json!({}) } else { json!({"content": text}) };
+                let delta = said.delta(&self.head.id, choice);
                 json!({"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
             }
-            Kind::Completion => json!({"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}),
+            Kind::Completion => {
+                json!({"index": choice, "text": said.content, "logprobs": logprobs, "finish_reason": reason})
+            }
         }))
     }
 
