@@ -2,7 +2,9 @@
 
 use arc_device::ops::kv::RopeStyle;
 
-use super::{Arch, DecoderConfig, GEMMA3_27B_LAYERS, GEMMA3_LOCAL_BASE, GEMMA3_PATTERN, LAYERS_MAX, RopeTable, bad, base_config};
+use super::{
+    Arch, DecoderConfig, GEMMA3_27B_LAYERS, GEMMA3_LOCAL_BASE, GEMMA3_PATTERN, LAYERS_MAX, RopeTable, bad, base_config,
+};
 use crate::load::LoadError;
 use crate::load::gguf::{GgufFile, Metadata};
 
