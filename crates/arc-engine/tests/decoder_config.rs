@@ -133,3 +133,20 @@ fn old_and_new_rope_fields_mean_the_same() {
     let error = json(&folder, "llama", &strange).expect_err("yarn is not supported");
     assert!(error.contains("\"yarn\""), "{error}");
 }
+
+#[test]
+fn arithmetic_that_is_not_ours_is_refused_by_name() {
+    let folder = Folder::new("decoder-config-other");
+    let cases = [
+        ("llama", "hidden_act", serde_json::json!("gelu"), r#"hidden_act" should be silu, but is "gelu""#),
+        ("llama", "hidden_act", serde_json::json!(7), "should be silu, but is 7"),
+        ("gemma3", "hidden_activation", serde_json::json!("relu"), "should be gelu_pytorch_tanh"),
+        ("gemma3", "attn_logit_softcapping", serde_json::json!(50.0), "attn_logit_softcapping is not supported"),
+        ("llama", "attention_bias", serde_json::json!(true), "attention_bias is not supported"),
+    ];
+    for (model, name, value, part) in cases {
+        json(&folder, model, &[(name, serde_json::Value::Null)]).expect("nothing said is the usual");
+        let error = json(&folder, model, &[(name, value)]).expect_err(name);
+        assert!(error.contains(part), "{name}: {error}");
+    }
+}

@@ -3,6 +3,7 @@
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use arc_device::ops::glu::Activation;
 use serde_json::{Map, Value};
 
 use super::{Arch, DecoderConfig, GEMMA3_LOCAL_BASE, GEMMA3_PATTERN, LAYERS_MAX, RopeTable, bad, base_config};
@@ -120,6 +121,16 @@ pub(super) fn read(file: &SafetensorsFile) -> Result<DecoderConfig, LoadError> {
         if fields.bool_or(name, false)? {
             return Err(bad(&path, name, format!("is not supported for {}", arch.name())));
         }
+    }
+    if fields.get("attn_logit_softcapping").is_some() {
+        return Err(bad(&path, "attn_logit_softcapping", format!("is not supported for {}", arch.name())));
+    }
+    let (name, known) = match config.act {
+        Activation::Silu => ("hidden_act", "silu"),
+        Activation::GeluTanh => ("hidden_activation", "gelu_pytorch_tanh"),
+    };
+    if let Some(value) = fields.get(name).filter(|value| value.as_str() != Some(known)) {
+        return Err(fields.wrong(name, known, value));
     }
     config.rope_tables = rope_tables(&fields, &config)?;
     Ok(config)
