@@ -44,7 +44,7 @@ impl Cpu {
             team: Team::new(threads),
             limits,
             state: State::new(&limits),
-            acts: Activations::new(0, 0),
+            acts: Activations::new(0, 0).expect("no rows take no memory"),
             max_cols: 0,
             product: Aligned::zeroed(0),
             partials: Aligned::zeroed(stages::PARTIALS),
@@ -90,6 +90,19 @@ impl Cpu {
     }
 }
 
+fn no_room(name: &str, bytes: u64) -> DeviceError {
+    DeviceError::OutOfMemory { name: name.to_owned(), bytes, free: buf::free_bytes() }
+}
+
+/// A weight with these values.
+fn copied<T: Element>(cpu: &mut Cpu, name: &str, values: &[T]) -> Result<Aligned<T>> {
+    let bytes = size_of_val(values) as u64;
+    let mut buf = Aligned::try_zeroed(values.len()).ok_or_else(|| no_room(name, bytes))?;
+    buf.copy_from_slice(values);
+    cpu.note(name, MemoryClass::Weights, bytes);
+    Ok(buf)
+}
+
 impl Buffers for Cpu {
     type Buf<T: Element> = Aligned<T>;
     type Matrix = PackedMatrix;
@@ -97,26 +110,18 @@ impl Buffers for Cpu {
 
 impl Alloc for Cpu {
     fn alloc<T: Element>(&mut self, name: &'static str, class: MemoryClass, len: usize) -> Result<Aligned<T>> {
-        let bytes = len.checked_mul(size_of::<T>()).map_or(u64::MAX, |bytes| bytes as u64);
-        if bytes > isize::MAX as u64 / 2 {
-            return Err(DeviceError::OutOfMemory { name: name.to_owned(), bytes, free: 0 });
-        }
+        let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
+        let buf = Aligned::try_zeroed(len).ok_or_else(|| no_room(name, bytes))?;
         self.note(name, class, bytes);
-        Ok(Aligned::zeroed(len))
+        Ok(buf)
     }
 
     fn vector(&mut self, name: &str, values: &[f32]) -> Result<Aligned<f32>> {
-        let mut buf = Aligned::zeroed(values.len());
-        buf.copy_from_slice(values);
-        self.note(name, MemoryClass::Weights, 4 * values.len() as u64);
-        Ok(buf)
+        copied(self, name, values)
     }
 
     fn ids(&mut self, name: &str, values: &[u32]) -> Result<Aligned<u32>> {
-        let mut buf = Aligned::zeroed(values.len());
-        buf.copy_from_slice(values);
-        self.note(name, MemoryClass::Weights, 4 * values.len() as u64);
-        Ok(buf)
+        copied(self, name, values)
     }
 
     fn matrix(&mut self, name: &str, parts: &[MatrixSource<'_>]) -> Result<PackedMatrix> {
@@ -124,7 +129,8 @@ impl Alloc for Cpu {
             part.check(name)?;
             assert_eq!(part.cols, parts[0].cols, "parts of {name} have equal columns");
         }
-        let matrix = PackedMatrix::pack(&mut self.team, parts);
+        let bytes = || parts.iter().map(|part| part.bytes.len() as u64).sum();
+        let matrix = PackedMatrix::pack(&mut self.team, parts).ok_or_else(|| no_room(name, bytes()))?;
         self.max_cols = self.max_cols.max(matrix.cols);
         self.note("matrices", MemoryClass::Weights, matrix.bytes() as u64);
         Ok(matrix)
@@ -132,8 +138,12 @@ impl Alloc for Cpu {
 
     fn finish(&mut self, shape: &ModelShape) -> Result<()> {
         let rows = self.limits.rows.max(self.limits.heads);
-        self.acts = Activations::new(rows, self.max_cols.max(shape.gathered));
-        self.product = Aligned::zeroed(if shape.post_norms { rows * shape.hidden } else { 0 });
+        let (cols, product) =
+            (self.max_cols.max(shape.gathered), if shape.post_norms { rows * shape.hidden } else { 0 });
+        let (acts, buf) = (Activations::new(rows, cols), Aligned::try_zeroed(product));
+        (self.acts, self.product) = acts
+            .zip(buf)
+            .ok_or_else(|| no_room("activations", (Activations::bytes(rows, cols) + 4 * product) as u64))?;
         self.state.set_vocab(shape.vocab, self.team.threads());
         for line in Cpu::own_memory(&self.limits, shape, self.max_cols, self.team.threads()).lines() {
             self.note(&line.name, line.class, line.bytes);
@@ -212,5 +222,29 @@ impl Readback for Cpu {
     fn write<T: Element>(&mut self, buf: &mut Aligned<T>, values: &[T]) -> Result<()> {
         buf[..values.len()].copy_from_slice(values);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Cpu;
+    use crate::error::DeviceError;
+    use crate::step::Limits;
+    use crate::{Alloc, MemoryClass, ModelShape};
+
+    #[test]
+    fn memory_that_is_not_there_is_an_error_with_the_numbers() {
+        let mut cpu = Cpu::new(1, Limits { slots: 1, rows: 1, heads: 1, context: 32, blocks: 1, ring: 2 });
+        // Past what a process can address, past what a size can count, and past what can be multiplied.
+        for len in [1 << 46, usize::MAX / 4, usize::MAX] {
+            let error = cpu.alloc::<f32>("kv cache", MemoryClass::State, len).expect_err("nobody has this much");
+            let DeviceError::OutOfMemory { name, bytes, .. } = error else { panic!("{error}") };
+            assert_eq!((&*name, bytes), ("kv cache", (len as u64).saturating_mul(4)));
+        }
+        let shape = ModelShape { vocab: 8, hidden: 8, post_norms: true, gathered: 1 << 46 };
+        assert!(matches!(cpu.finish(&shape), Err(DeviceError::OutOfMemory { .. })));
+        assert!(cpu.memory().lines().is_empty(), "what was refused is not in the table");
+        cpu.alloc::<f32>("kv cache", MemoryClass::State, 0).expect("nothing is always there");
+        cpu.finish(&ModelShape { gathered: 8, ..shape }).expect("a little is there");
     }
 }

@@ -1,6 +1,6 @@
 //! Memory of the CPU device: 64-byte aligned vectors, and views that tasks of a team write disjointly.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
@@ -37,32 +37,37 @@ unsafe impl<T: Element> Send for Aligned<T> {}
 unsafe impl<T: Element> Sync for Aligned<T> {}
 
 impl<T: Element> Aligned<T> {
-    fn layout(len: usize) -> Layout {
-        let bytes = len.checked_mul(size_of::<T>()).expect("buffer size fits an address");
-        Layout::from_size_align(bytes.max(1), 64).expect("buffer size fits an address")
+    /// `None` where the bytes are more than an address can count.
+    fn layout(len: usize) -> Option<Layout> {
+        let bytes = len.checked_mul(size_of::<T>())?;
+        Layout::from_size_align(bytes.max(1), 64).ok()
     }
 
-    /// `len` zeros.
-    pub fn zeroed(len: usize) -> Self {
-        let layout = Self::layout(len);
+    /// `len` zeros; `None` where the system has no room for them.
+    pub fn try_zeroed(len: usize) -> Option<Self> {
+        let layout = Self::layout(len)?;
         if layout.size() >= HUGE
             && let Some(pages) = Self::pages(len, layout.size(), false)
         {
-            return pages;
+            return Some(pages);
         }
         // SAFETY: the layout's size is not zero. All `Element`s are numbers, for which zero bytes are valid.
-        let ptr = unsafe { alloc_zeroed(layout) };
-        let Some(ptr) = NonNull::new(ptr.cast::<T>()) else { handle_alloc_error(layout) };
-        Aligned { ptr, len, source: Source::Heap }
+        let ptr = NonNull::new(unsafe { alloc_zeroed(layout) }.cast::<T>())?;
+        Some(Aligned { ptr, len, source: Source::Heap })
+    }
+
+    /// `len` zeros, where a few must be had: panics where they are not.
+    pub fn zeroed(len: usize) -> Self {
+        Self::try_zeroed(len).unwrap_or_else(|| panic!("no memory for {len} values of {}", T::DTYPE))
     }
 
     /// `len` zeros that will all be written soon and streamed often: on huge pages where the system has them.
-    pub fn streamed(len: usize) -> Self {
-        let size = Self::layout(len).size();
+    pub fn try_streamed(len: usize) -> Option<Self> {
+        let size = Self::layout(len)?.size();
         if size < HUGE {
-            return Self::zeroed(len);
+            return Self::try_zeroed(len);
         }
-        Self::pages(len, size, true).unwrap_or_else(|| Self::zeroed(len))
+        Self::pages(len, size, true).or_else(|| Self::try_zeroed(len))
     }
 
     #[cfg(unix)]
@@ -98,8 +103,11 @@ impl<T: Element> Aligned<T> {
 impl<T: Element> Drop for Aligned<T> {
     fn drop(&mut self) {
         match self.source {
-            // SAFETY: allocated in `zeroed` with the same layout.
-            Source::Heap => unsafe { dealloc(self.ptr.as_ptr().cast(), Self::layout(self.len)) },
+            Source::Heap => {
+                let layout = Self::layout(self.len).expect("it was allocated with this layout");
+                // SAFETY: allocated in `try_zeroed` with the same layout.
+                unsafe { dealloc(self.ptr.as_ptr().cast(), layout) }
+            }
             #[cfg(unix)]
             // SAFETY: mapped in `pages` with this base and length, and unmapped once.
             Source::Pages { base, bytes } => unsafe {
@@ -130,6 +138,14 @@ impl<T: Element> std::fmt::Debug for Aligned<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "[{}; {}]", T::DTYPE, self.len)
     }
+}
+
+/// Bytes that the system could still give, as it tells; 0 where it does not tell.
+pub fn free_bytes() -> u64 {
+    let told = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let kib =
+        told.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix(" kB")?.parse().ok());
+    kib.map_or(0, |kib: u64| kib.saturating_mul(1024))
 }
 
 /// A mutable slice that several tasks may write, each its own part.

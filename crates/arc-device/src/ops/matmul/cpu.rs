@@ -23,16 +23,16 @@ pub(crate) struct Activations {
 }
 
 impl Activations {
-    /// Scratch for up to `max_rows` rows of up to `max_cols` values.
-    pub fn new(max_rows: usize, max_cols: usize) -> Activations {
+    /// Scratch for up to `max_rows` rows of up to `max_cols` values; `None` where there is no memory for it.
+    pub fn new(max_rows: usize, max_cols: usize) -> Option<Activations> {
         // Rounded up, so that the blocks of a row are whole.
         let cols = max_cols.next_multiple_of(32);
-        Activations {
-            q: Aligned::zeroed(max_rows * cols),
-            d: Aligned::zeroed(max_rows * cols / 32),
-            sums: Aligned::zeroed(max_rows * cols / 16),
-            floats: Aligned::zeroed(max_rows * cols),
-        }
+        Some(Activations {
+            q: Aligned::try_zeroed(max_rows * cols)?,
+            d: Aligned::try_zeroed(max_rows * cols / 32)?,
+            sums: Aligned::try_zeroed(max_rows * cols / 16)?,
+            floats: Aligned::try_zeroed(max_rows * cols)?,
+        })
     }
 
     /// Bytes of such scratch.

@@ -50,8 +50,8 @@ pub(crate) struct Part {
 }
 
 impl PackedMatrix {
-    /// Packs checked sources, tiles in parallel.
-    pub fn pack(team: &mut Team, sources: &[MatrixSource<'_>]) -> PackedMatrix {
+    /// Packs checked sources, tiles in parallel; `None` where there is no memory for them.
+    pub fn pack(team: &mut Team, sources: &[MatrixSource<'_>]) -> Option<PackedMatrix> {
         let cols = sources.first().map_or(0, |source| source.cols);
         let mut first_row = 0;
         let parts = sources
@@ -61,8 +61,8 @@ impl PackedMatrix {
                 first_row += source.rows;
                 part
             })
-            .collect();
-        PackedMatrix { parts, rows: first_row, cols }
+            .collect::<Option<_>>()?;
+        Some(PackedMatrix { parts, rows: first_row, cols })
     }
 
     /// Bytes of the packed weights.
@@ -87,11 +87,11 @@ impl PackedMatrix {
 }
 
 impl Part {
-    fn pack(team: &mut Team, source: &MatrixSource<'_>, first_row: usize) -> Part {
+    fn pack(team: &mut Team, source: &MatrixSource<'_>, first_row: usize) -> Option<Part> {
         let row_bytes = source.bytes.len() / source.rows.max(1);
         let tile_bytes = TILE * row_bytes;
         let n_tiles = source.rows.div_ceil(TILE);
-        let mut data = Aligned::streamed(n_tiles * tile_bytes);
+        let mut data = Aligned::try_streamed(n_tiles * tile_bytes)?;
         let dst = data.shared();
         team.run(n_tiles, &|t, _| {
             let first = t * TILE;
@@ -101,7 +101,7 @@ impl Part {
             let rows = &source.bytes[first * row_bytes..(first + n) * row_bytes];
             pack_tile(source.format, rows, row_bytes, tile);
         });
-        Part { format: source.format, first_row, rows: source.rows, tile_bytes, data }
+        Some(Part { format: source.format, first_row, rows: source.rows, tile_bytes, data })
     }
 
     pub fn n_tiles(&self) -> usize {

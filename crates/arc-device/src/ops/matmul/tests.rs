@@ -6,6 +6,10 @@ use crate::cpu::team::Team;
 use crate::format::{Coding, Format, Scales};
 use crate::simd::{Isa, force_isa};
 
+fn pack(team: &mut Team, sources: &[MatrixSource<'_>]) -> PackedMatrix {
+    PackedMatrix::pack(team, sources).expect("little memory")
+}
+
 struct Random(u64);
 
 impl Random {
@@ -97,7 +101,7 @@ fn by_the_text(format: Format, row: &[u8], x: &[f32]) -> f32 {
 }
 
 fn run(team: &mut Team, w: &PackedMatrix, x: &[f32], rows: usize) -> Vec<f32> {
-    let mut acts = Activations::new(rows, w.cols);
+    let mut acts = Activations::new(rows, w.cols).expect("little memory");
     acts.fill(team, w, rows, &|r, out| out.copy_from_slice(&x[r * w.cols..(r + 1) * w.cols]));
     let mut out = vec![f32::NAN; rows * w.rows];
     let view = Shared::new(&mut out);
@@ -137,7 +141,7 @@ fn every_format_set_and_thread_count_gives_the_bits_of_the_text() {
                 let _forced = force_isa(isa);
                 for threads in [1, 3] {
                     let mut team = Team::new(threads);
-                    let w = PackedMatrix::pack(&mut team, &[MatrixSource { format, rows: n_out, cols, bytes: &bytes }]);
+                    let w = pack(&mut team, &[MatrixSource { format, rows: n_out, cols, bytes: &bytes }]);
                     for n in [1, 2, 3, 8, 13, rows] {
                         let got = run(&mut team, &w, &x[..n * cols], n);
                         let got: Vec<u32> = got.iter().map(|v| v.to_bits()).collect();
@@ -165,7 +169,7 @@ fn parts_of_several_formats_stand_one_after_the_other() {
     let sources: Vec<MatrixSource<'_>> =
         formats.iter().zip(&bytes).map(|(&(format, rows), bytes)| MatrixSource { format, rows, cols, bytes }).collect();
     let mut team = Team::new(2);
-    let w = PackedMatrix::pack(&mut team, &sources);
+    let w = pack(&mut team, &sources);
     assert_eq!(w.rows, 58);
     let x: Vec<f32> = (0..cols).map(|_| random.unit()).collect();
     let got = run(&mut team, &w, &x, 1);
@@ -192,7 +196,7 @@ fn every_format_survives_packing() {
     for format in Format::ALL {
         let bytes = random_rows(format, 19, cols, &mut random);
         let mut team = Team::new(2);
-        let w = PackedMatrix::pack(&mut team, &[MatrixSource { format, rows: 19, cols, bytes: &bytes }]);
+        let w = pack(&mut team, &[MatrixSource { format, rows: 19, cols, bytes: &bytes }]);
         assert_eq!(w.bytes(), bytes.len() / 19 * 32, "{}: packing adds padding rows and nothing else", format.name());
         for (n, row) in bytes.chunks_exact(bytes.len() / 19).enumerate() {
             let (mut want, mut got) = (vec![0.0; cols], vec![1.0; cols]);
@@ -230,7 +234,7 @@ fn extreme_codes_and_activations_do_not_saturate() {
                 for &isa in Isa::available() {
                     let _forced = force_isa(isa);
                     let mut team = Team::new(1);
-                    let w = PackedMatrix::pack(&mut team, &[MatrixSource { format, rows: 1, cols, bytes: &bytes }]);
+                    let w = pack(&mut team, &[MatrixSource { format, rows: 1, cols, bytes: &bytes }]);
                     let got = run(&mut team, &w, &x, 1)[0];
                     assert_eq!(got.to_bits(), want.to_bits(), "{} fill {fill:#x} sign {sign} {isa:?}", format.name());
                 }
@@ -246,7 +250,7 @@ fn a_poisoned_block_makes_its_row_nan_and_no_other() {
         let cols = 256;
         let bytes = random_rows(format, 16, cols, &mut random);
         let mut team = Team::new(2);
-        let w = PackedMatrix::pack(&mut team, &[MatrixSource { format, rows: 16, cols, bytes: &bytes }]);
+        let w = pack(&mut team, &[MatrixSource { format, rows: 16, cols, bytes: &bytes }]);
         for poison in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut x: Vec<f32> = (0..3 * cols).map(|_| random.unit()).collect();
             let clean = run(&mut team, &w, &x, 3);
