@@ -90,9 +90,7 @@ impl<D: OpsV4 + Alloc> Model<D> {
     ) -> std::result::Result<Self, LoadError> {
         let model = match config {
             ModelConfig::Decoder(config) => Model::Decoder(Decoder::load(dev, file, config, limits)?),
-            ModelConfig::DeepseekV4(config) => {
-                Model::DeepseekV4(DeepseekV4::load(dev, file.weights(), config, limits)?)
-            }
+            ModelConfig::DeepseekV4(config) => Model::DeepseekV4(DeepseekV4::load(dev, file, config, limits)?),
         };
         dev.finish(&config.shape())?;
         Ok(model)

@@ -7,7 +7,7 @@ use arc_device::ops::kv::{AttentionConfig, MAX_GROUP, MAX_HEAD_DIM, Rope, RopeSt
 
 use crate::load::{LoadError, ModelFile};
 
-mod gguf;
+pub(super) mod gguf;
 pub(super) mod json;
 
 /// Architectures that [`super::decoder::Decoder`] covers.
@@ -41,7 +41,7 @@ impl Arch {
         Arch::ALL.into_iter().find(|arch| arch.name() == name).ok_or_else(|| LoadError::UnknownArchitecture {
             path: path.to_owned(),
             found: name.to_owned(),
-            known: Arch::ALL.map(Arch::name).join(", ") + ", " + super::deepseek_v4::NAME,
+            known: Arch::ALL.map(Arch::name).join(", ") + ", deepseek4 and deepseek_v4",
         })
     }
 }

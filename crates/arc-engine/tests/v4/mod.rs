@@ -60,13 +60,32 @@ pub fn native() -> PathBuf {
     fixture("native")
 }
 
-/// The same weights as BF16, written beside the test's binaries: values by the definitions of the formats.
+/// Name, type, shape and bytes.
+pub type Tensors = Vec<(String, Dtype, Vec<usize>, Vec<u8>)>;
+
+/// The same weights as BF16, written beside the test's binaries.
 pub fn bf16() -> PathBuf {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("v4-tiny-bf16-{}", std::process::id()));
+    folder("bf16", &dequantised())
+}
+
+/// A folder of the fixture's configuration and these tensors, the draft block's aside.
+pub fn folder(name: &str, tensors: &Tensors) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("v4-tiny-{name}-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a folder");
+    let views = tensors
+        .iter()
+        .filter(|(name, ..)| !name.starts_with("mtp."))
+        .map(|(name, dtype, shape, data)| (name, TensorView::new(*dtype, shape.clone(), data).expect("whole")));
+    std::fs::write(folder.join("model.safetensors"), serialize(views, None).expect("serialises")).expect("written");
+    std::fs::copy(native().join("config.json"), folder.join("config.json")).expect("copied");
+    folder
+}
+
+/// The fixture's tensors with FP8 and FP4 as BF16: values by the definitions of the formats.
+pub fn dequantised() -> Tensors {
     let bytes = std::fs::read(native().join("model.safetensors")).expect("the fixture is committed");
     let tensors = SafeTensors::deserialize(&bytes).expect("the fixture is whole");
-    let mut out: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = Vec::new();
+    let mut out = Tensors::new();
     for (name, tensor) in tensors.tensors() {
         let mut shape = tensor.shape().to_vec();
         let scale = |r: usize, c: usize, across: usize| {
@@ -111,13 +130,7 @@ pub fn bf16() -> PathBuf {
         }
         out.push((name, Dtype::BF16, shape, data));
     }
-    let views = out
-        .iter()
-        .filter(|(name, ..)| !name.starts_with("mtp."))
-        .map(|(name, dtype, shape, data)| (name, TensorView::new(*dtype, shape.clone(), data).expect("whole")));
-    std::fs::write(folder.join("model.safetensors"), serialize(views, None).expect("serialises")).expect("written");
-    std::fs::copy(native().join("config.json"), folder.join("config.json")).expect("copied");
-    folder
+    out
 }
 
 pub fn load(folder: &Path, numerics: Numerics, threads: usize) -> (Cpu, Model<Cpu>) {

@@ -9,29 +9,29 @@ use crate::load::LoadError;
 use crate::load::gguf::{GgufFile, Metadata};
 
 /// Metadata under the architecture's own prefix.
-struct Keys<'a> {
-    meta: Metadata<'a>,
-    prefix: &'static str,
+pub(in crate::model) struct Keys<'a> {
+    pub meta: Metadata<'a>,
+    pub prefix: &'static str,
 }
 
 impl Keys<'_> {
-    fn key(&self, name: &str) -> String {
+    pub fn key(&self, name: &str) -> String {
         format!("{}.{name}", self.prefix)
     }
 
-    fn size(&self, name: &str) -> Result<usize, LoadError> {
+    pub fn size(&self, name: &str) -> Result<usize, LoadError> {
         self.meta.get_u32(&self.key(name)).map(|value| value as usize)
     }
 
-    fn size_or(&self, name: &str, default: usize) -> Result<usize, LoadError> {
+    pub fn size_or(&self, name: &str, default: usize) -> Result<usize, LoadError> {
         if self.has(name) { self.size(name) } else { Ok(default) }
     }
 
-    fn float(&self, name: &str) -> Result<f32, LoadError> {
+    pub fn float(&self, name: &str) -> Result<f32, LoadError> {
         self.meta.get_f32(&self.key(name))
     }
 
-    fn has(&self, name: &str) -> bool {
+    pub fn has(&self, name: &str) -> bool {
         self.meta.get(&self.key(name)).is_some()
     }
 }

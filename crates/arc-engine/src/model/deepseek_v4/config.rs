@@ -1,5 +1,4 @@
-//! Reading DeepSeek-V4's configuration, and refusing one that cannot be true. Source of the fields: the `config.json` of
-//! the released checkpoints.
+//! Reading DeepSeek-V4's configuration, and refusing one that cannot be true.
 
 use std::path::Path;
 
@@ -9,13 +8,14 @@ use arc_device::ops::hc::{HcConfig, STREAMS};
 use arc_device::ops::index::{IndexConfig, MAX_INDEX_DIM, MAX_TOP};
 use arc_device::ops::latent::{LatentConfig, MAX_DIM, ROPE_DIM, RowFormat};
 use arc_device::ops::quant::{FP8_INPUT_BLOCK, INDEX_DIM, Inputs};
-use arc_device::ops::router::{MAX_CHOSEN, MAX_EXPERTS, RouterConfig};
+use arc_device::ops::router::{MAX_CHOSEN, MAX_EXPERTS};
 use arc_device::ops_v4::ExpertConfig;
-use serde_json::Value;
 
 use crate::load::{LoadError, ModelFile};
 use crate::model::config::bad;
-use crate::model::config::json::{Fields, open};
+
+mod gguf;
+mod json;
 
 /// Name of the architecture, as `config.json` has it.
 pub const NAME: &str = "deepseek_v4";
@@ -122,82 +122,14 @@ pub struct Yarn {
 impl V4Config {
     /// Reads and checks it; `None` where the file is of another architecture. Errors name the key.
     pub fn read(file: &ModelFile) -> Result<Option<V4Config>, LoadError> {
-        let ModelFile::Safetensors(safetensors) = file else { return Ok(None) };
-        let (path, map) = open(safetensors)?;
-        let fields = Fields { path: &path, map: &map };
-        if fields.kind()? != NAME {
-            return Ok(None);
-        }
-        let mut config = V4Config::from_fields(&fields)?;
+        let read = match file {
+            ModelFile::Gguf(file) => gguf::read(file)?,
+            ModelFile::Safetensors(file) => json::read(file)?,
+        };
+        let Some((path, mut config)) = read else { return Ok(None) };
         config.check(&path)?;
         config.set_numerics(Numerics::Serving);
         Ok(Some(config))
-    }
-
-    fn from_fields(fields: &Fields<'_>) -> Result<V4Config, LoadError> {
-        let fixed =
-            [("num_key_value_heads", 1), ("qk_rope_head_dim", ROPE_DIM), ("n_shared_experts", 1), ("hc_mult", STREAMS)];
-        for (name, only) in fixed {
-            let found = fields.size(name)?;
-            if found != only {
-                return Err(bad(fields.path, name, format!("is {found}, supported is {only}")));
-            }
-        }
-        for (name, only) in [("scoring_func", "sqrtsoftplus"), ("topk_method", "noaux_tc"), ("hidden_act", "silu")] {
-            if let Some(found) = fields.get(name).filter(|found| found.as_str() != Some(only)) {
-                return Err(bad(fields.path, name, format!("is {found}, supported is {only:?}")));
-            }
-        }
-        for (name, only) in [("norm_topk_prob", true), ("tie_word_embeddings", false), ("attention_bias", false)] {
-            if fields.bool_or(name, only)? != only {
-                return Err(bad(fields.path, name, format!("is {}, supported is {only}", !only)));
-            }
-        }
-        let (hidden, eps) = (fields.size("hidden_size")?, fields.float_or("rms_norm_eps", 1e-6)? as f32);
-        let dim = fields.size("head_dim")?;
-        Ok(V4Config {
-            vocab: fields.size("vocab_size")?,
-            context: fields.size("max_position_embeddings")?,
-            layers: layers(fields)?,
-            hashed_layers: fields.size("num_hash_layers")?,
-            q_rank: fields.size("q_lora_rank")?,
-            attention: LatentConfig {
-                heads: fields.size("num_attention_heads")?,
-                dim,
-                window: fields.size("sliding_window")?,
-                groups: fields.size("o_groups")?,
-                group_out: fields.size("o_lora_rank")?,
-                scale: 1.0 / (dim as f32).sqrt(),
-                eps,
-            },
-            index: IndexConfig {
-                heads: fields.size("index_n_heads")?,
-                dim: fields.size("index_head_dim")?,
-                top: fields.size("index_topk")?,
-            },
-            hc: HcConfig {
-                dim: hidden,
-                iterations: fields.size("hc_sinkhorn_iters")?,
-                eps: fields.float_or("hc_eps", 1e-6)? as f32,
-                norm_eps: eps,
-            },
-            experts: ExpertConfig {
-                router: RouterConfig {
-                    experts: fields.size("n_routed_experts")?,
-                    chosen: fields.size("num_experts_per_tok")?,
-                    scale: fields.float_or("routed_scaling_factor", 1.0)? as f32,
-                },
-                hidden,
-                ffn: fields.size("moe_intermediate_size")?,
-                limit: fields.float_or("swiglu_limit", f64::INFINITY)? as f32,
-                inputs: Inputs::F32,
-            },
-            rope_base: fields.float_or("rope_theta", 1e4)?,
-            compress_rope_base: fields.float_or("compress_rope_theta", 1.6e5)?,
-            yarn: yarn(fields)?,
-            draft: false,
-            numerics: Numerics::Reference,
-        })
     }
 
     /// Limits that keep every product far from an overflow, and what the stages assume.
@@ -394,39 +326,19 @@ impl V4Config {
     }
 }
 
-/// Kinds of the trunk's layers. Entries past them belong to draft blocks.
-fn layers(fields: &Fields<'_>) -> Result<Vec<LayerKind>, LoadError> {
-    let name = "compress_ratios";
-    let value = fields.get(name).ok_or_else(|| fields.missing(name))?;
-    let ratios = value.as_array().ok_or_else(|| fields.wrong(name, "an array", value))?;
-    let n_layers = fields.size("num_hidden_layers")?;
+/// Kinds of the trunk's layers by their `ratios`. Entries past `n_layers` belong to draft blocks.
+fn kinds(path: &Path, what: &str, ratios: &[i64], n_layers: usize) -> Result<Vec<LayerKind>, LoadError> {
     if n_layers == 0 || n_layers > ratios.len() || ratios.len() > LAYERS_MAX {
-        let problem = format!("has {} entries, num_hidden_layers is {n_layers}", ratios.len());
-        return Err(bad(fields.path, name, problem));
+        return Err(bad(path, what, format!("has {} entries for {n_layers} layers", ratios.len())));
     }
-    let kind = |value: &Value| match value.as_u64() {
-        Some(0) => Ok(LayerKind::Window),
-        Some(4) => Ok(LayerKind::Sparse),
-        Some(128) => Ok(LayerKind::Heavy),
-        _ => Err(fields.wrong(name, "an array of 0, 4 and 128", value)),
+    let kind = |ratio: &i64| match ratio {
+        0 => Ok(LayerKind::Window),
+        4 => Ok(LayerKind::Sparse),
+        128 => Ok(LayerKind::Heavy),
+        _ => Err(bad(path, what, format!("has {ratio}; supported are 0, 4 and 128"))),
     };
     ratios[..n_layers].iter().map(kind).collect()
 }
 
 /// The most layers, those of draft blocks included.
 const LAYERS_MAX: usize = 1 << 10;
-
-fn yarn(fields: &Fields<'_>) -> Result<Yarn, LoadError> {
-    let scaling = fields.object("rope_scaling")?.ok_or_else(|| fields.missing("rope_scaling"))?;
-    let kind = scaling.get("rope_type").or_else(|| scaling.get("type")).and_then(Value::as_str);
-    if kind != Some("yarn") {
-        let problem = format!("has the type {:?}, supported is \"yarn\"", kind.unwrap_or(""));
-        return Err(bad(fields.path, "rope_scaling", problem));
-    }
-    Ok(Yarn {
-        factor: scaling.float_or("factor", 16.0)?,
-        beta_fast: scaling.float_or("beta_fast", 32.0)?,
-        beta_slow: scaling.float_or("beta_slow", 1.0)?,
-        original: scaling.float_or("original_max_position_embeddings", 65536.0)?,
-    })
-}

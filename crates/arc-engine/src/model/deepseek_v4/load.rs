@@ -15,17 +15,18 @@ use super::config::{LayerKind, Numerics, V4Config};
 use super::draft::Draft;
 use super::weights::Reader;
 use super::{DeepseekV4, Layer, Workspace, latent_layer};
-use crate::load::{LoadError, Weights};
+use crate::load::{LoadError, ModelFile};
 
 type Result<T> = std::result::Result<T, LoadError>;
 
 impl<D: OpsV4 + Alloc> DeepseekV4<D> {
     /// Loads a checked configuration's weights, every tensor's shape being compared with it first, and allocates state
     /// and workspace. Errors name the tensor.
-    pub fn load(dev: &mut D, weights: &Weights, config: &V4Config, limits: &Limits) -> Result<Self> {
-        config.check_numerics(weights.path())?;
-        let keep_fp4 = config.numerics() == Numerics::Serving;
-        let loader = Loader { read: Reader::new(weights, keep_fp4), c: config };
+    pub fn load(dev: &mut D, file: &ModelFile, config: &V4Config, limits: &Limits) -> Result<Self> {
+        config.check_numerics(file.weights().path())?;
+        let keep_codes = config.numerics() == Numerics::Serving;
+        let read = Reader::new(file, config.experts.router.experts, keep_codes);
+        let loader = Loader { read, c: config };
         let (c, hidden) = (config, config.hc.dim);
         loader.check_kinds()?;
         let embed = loader.matrix(dev, "embed", c.vocab, hidden)?;

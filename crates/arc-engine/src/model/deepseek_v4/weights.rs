@@ -6,19 +6,22 @@
 //! | F8_E4M3 `[out, in]` | `.scale` F8_E8M0, one for 128 x 128 | FP8 |
 //! | I8 `[out, in / 2]`: two FP4 (E2M1) codes a byte, the even column low | `.scale` F8_E8M0, one for 32 of a row | MXFP4, or BF16 |
 //!
-//! FP8 and MXFP4 keep every bit ([`repack`]). MXFP4 products read int8 inputs, so that f32 inputs need its values as BF16. That is
-//! exact: a code has two significant bits, BF16 has eight, and a scale is a power of two. A product beyond BF16's range,
-//! and a NaN anywhere, is refused by name.
+//! GGUF files have names of their own ([`GgufNames`]), experts merged into one tensor, and integer-coded formats.
+//!
+//! FP8 and MXFP4 keep every bit ([`repack`]). Products with integer-coded weights read int8 inputs, so that f32 inputs
+//! need their values as floats: F32, or for MXFP4 BF16, which is exact, since a code has two significant bits, BF16 has
+//! eight, and a scale is a power of two. A product beyond BF16's range, and a NaN anywhere, is refused by name.
 
 use std::borrow::Cow;
 use std::path::Path;
 
 use arc_device::Alloc;
 use arc_device::format::half::{bf16_to_f32, f32_to_bf16};
-use arc_device::format::{Format, repack};
+use arc_device::format::{Coding, Format, repack};
 use arc_device::ops::matmul::MatrixSource;
 
-use crate::load::{LoadError, Tensor, TensorRef, Weights};
+use crate::load::synthetic::table::GgufNames;
+use crate::load::{LoadError, ModelFile, Tensor, TensorRef, Weights};
 use crate::model::config::bad;
 
 /// A matrix ready for the device.
@@ -31,22 +34,34 @@ pub struct Source<'a> {
     tensor: Option<TensorRef>,
 }
 
-/// Reads tensors of one model.
+/// Reads tensors of one model by their released names.
 pub struct Reader<'a> {
     weights: &'a Weights,
-    keep_fp4: bool,
+    /// Where the file has others.
+    gguf: Option<GgufNames>,
+    /// Routed experts, which a GGUF file merges into one tensor.
+    experts: usize,
+    keep_codes: bool,
 }
 
 impl<'a> Reader<'a> {
-    /// Of this model; FP4 stays FP4 where `keep_fp4`, and becomes BF16 otherwise.
-    pub fn new(weights: &'a Weights, keep_fp4: bool) -> Self {
-        Reader { weights, keep_fp4 }
+    /// Of this model; integer-coded weights stay so where `keep_codes`, and become floats otherwise.
+    pub fn new(file: &'a ModelFile, experts: usize, keep_codes: bool) -> Self {
+        let gguf = matches!(file, ModelFile::Gguf(_)).then(GgufNames::default);
+        Reader { weights: file.weights(), gguf, experts, keep_codes }
+    }
+
+    /// The file's name for a tensor, and the place of an expert's share in it.
+    fn name(&self, released: &str) -> (String, Option<usize>) {
+        let found = self.gguf.as_ref().and_then(|names| names.of(released));
+        found.unwrap_or_else(|| (released.to_owned(), None))
     }
 
     fn path(&self) -> &Path {
         self.weights.path()
     }
 
+    /// A tensor by the file's name for it.
     fn find(&self, name: &str) -> Result<&'a Tensor, LoadError> {
         let missing = || LoadError::MissingTensor { path: self.path().to_owned(), name: name.to_owned() };
         self.weights.find(name).ok_or_else(missing)
@@ -66,7 +81,8 @@ impl<'a> Reader<'a> {
 
     /// Refuses a tensor that the configuration leaves no place for.
     pub fn absent(&self, name: &str, why: &str) -> Result<(), LoadError> {
-        match self.weights.find(name) {
+        let (name, _) = self.name(name);
+        match self.weights.find(&name) {
             None => Ok(()),
             Some(_) => Err(bad(self.path(), &format!("tensor {name:?}"), format!("is there, but {why}"))),
         }
@@ -74,6 +90,37 @@ impl<'a> Reader<'a> {
 
     /// The matrix `{name}.weight` `[rows, cols]` in whatever form it is stored.
     pub fn source(&self, name: &str, rows: usize, cols: usize) -> Result<Source<'a>, LoadError> {
+        let source = match &self.gguf {
+            Some(_) => self.gguf_source(name, rows, cols)?,
+            None => self.released_source(name, rows, cols)?,
+        };
+        if self.keep_codes || source.format.coding() == Coding::Float {
+            return Ok(source);
+        }
+        let to = if source.format == Format::Mxfp4 { Format::Bf16 } else { Format::F32 };
+        let bytes = to_floats(source.format, &source.bytes, rows * cols, to).ok_or_else(|| {
+            let problem = "has values beyond BF16: its scales are too large".to_owned();
+            bad(self.path(), &format!("matrix {name:?}"), problem)
+        })?;
+        Ok(Source { format: to, bytes: Cow::Owned(bytes), ..source })
+    }
+
+    fn gguf_source(&self, name: &str, rows: usize, cols: usize) -> Result<Source<'a>, LoadError> {
+        let (name, expert) = self.name(&format!("{name}.weight"));
+        let shape: &[usize] = if expert.is_some() { &[self.experts, rows, cols] } else { &[rows, cols] };
+        let tensor = self.weights.tensor_of_shape(&name, shape)?;
+        let (format, all) = (tensor.format, self.weights.raw_bytes(self.find(&name)?));
+        let Some(expert) = expert else {
+            return Ok(Source { format, rows, cols, bytes: Cow::Borrowed(all), tensor: Some(tensor) });
+        };
+        let each = all.len() / self.experts;
+        let bytes = Cow::Borrowed(&all[expert * each..(expert + 1) * each]);
+        // The pages of all experts go with the last one.
+        let tensor = (expert + 1 == self.experts).then_some(tensor);
+        Ok(Source { format, rows, cols, bytes, tensor })
+    }
+
+    fn released_source(&self, name: &str, rows: usize, cols: usize) -> Result<Source<'a>, LoadError> {
         let weight = format!("{name}.weight");
         let tensor = self.find(&weight)?;
         let per_code = match tensor.type_name {
@@ -100,14 +147,7 @@ impl<'a> Reader<'a> {
         let bytes = bytes.map_err(|problem| {
             bad(self.path(), &format!("tensor {weight:?}"), format!("does not fit {:?}: {problem}", scale.name))
         })?;
-        if format == Format::Fp8 || self.keep_fp4 {
-            return Ok(Source { format, rows, cols, bytes: Cow::Owned(bytes), tensor: None });
-        }
-        let bytes = to_bf16(format, &bytes, rows * cols).ok_or_else(|| {
-            let problem = format!("has values beyond BF16: the scales in {:?} are too large", scale.name);
-            bad(self.path(), &format!("tensor {weight:?}"), problem)
-        })?;
-        Ok(Source { format: Format::Bf16, rows, cols, bytes: Cow::Owned(bytes), tensor: None })
+        Ok(Source { format, rows, cols, bytes: Cow::Owned(bytes), tensor: None })
     }
 
     /// Loads sources, stacked along the outputs, as one matrix.
@@ -138,7 +178,7 @@ impl<'a> Reader<'a> {
 
     /// A tensor's values in f32, whatever float format it has.
     pub fn values(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, LoadError> {
-        let tensor = self.weights.tensor_of_shape(name, shape)?;
+        let tensor = self.weights.tensor_of_shape(&self.name(name).0, shape)?;
         let mut values = vec![0.0; shape.iter().product()];
         tensor.format.decode_row(self.weights.bytes(&tensor), &mut values);
         self.weights.release(&tensor);
@@ -158,7 +198,8 @@ impl<'a> Reader<'a> {
 
     /// A table of ids below `end`, stored as I64 or I32.
     pub fn ids(&self, name: &str, shape: &[usize], end: usize) -> Result<Vec<u32>, LoadError> {
-        let tensor = self.find(name)?;
+        let (name, _) = self.name(name);
+        let tensor = self.find(&name)?;
         self.shaped(tensor, shape)?;
         let bytes = self.weights.raw_bytes(tensor);
         let ids: Vec<i64> = match tensor.type_name {
@@ -184,10 +225,13 @@ impl Source<'_> {
     }
 }
 
-/// Values as BF16; `None` where one is not exactly that.
-fn to_bf16(format: Format, bytes: &[u8], n: usize) -> Option<Vec<u8>> {
+/// Values as BF16 or F32; `None` where one is not exactly that.
+fn to_floats(format: Format, bytes: &[u8], n: usize, to: Format) -> Option<Vec<u8>> {
     let mut values = vec![0.0; n];
     format.decode_row(bytes, &mut values);
+    if to == Format::F32 {
+        return Some(values.iter().flat_map(|value| value.to_le_bytes()).collect());
+    }
     let mut out = Vec::with_capacity(2 * n);
     for value in values {
         let bits = f32_to_bf16(value);

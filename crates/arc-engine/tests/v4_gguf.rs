@@ -1,0 +1,200 @@
+//! DeepSeek-V4 from GGUF: the fixture's weights under GGUF's names, and the 2-bit recipe with random weights.
+
+mod v4;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use arc_device::format::{Format, repack};
+use arc_engine::load::gguf::ValueType;
+use arc_engine::load::synthetic::table::GgufNames;
+use arc_engine::load::synthetic::{Synthetic, V4Sizes};
+use arc_engine::load::testing::{GgufWriter, TensorSpec, array};
+use arc_engine::load::{LoadError, ModelFile};
+use arc_engine::model::ModelConfig;
+use arc_engine::model::deepseek_v4::Numerics;
+use safetensors::SafeTensors;
+use safetensors::tensor::Dtype;
+use v4::{Golden, Rig, VOCAB, dequantised, native, same_bits};
+
+/// A file that goes with its test.
+struct Temporary(PathBuf);
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        std::fs::remove_file(&self.0).expect("the file is the test's own");
+    }
+}
+
+fn written(name: &str, writer: &GgufWriter) -> Temporary {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("v4-{name}-{}.gguf", std::process::id()));
+    std::fs::write(&path, writer.bytes()).expect("written");
+    Temporary(path)
+}
+
+/// Metadata of a model of these sizes.
+fn metadata(s: &V4Sizes) -> GgufWriter {
+    let sizes = [
+        ("block_count", s.n_layers()),
+        ("context_length", s.context),
+        ("embedding_length", s.hidden),
+        ("vocab_size", s.vocab),
+        ("attention.head_count", s.n_heads),
+        ("attention.head_count_kv", 1),
+        ("attention.key_length", s.head_dim),
+        ("attention.value_length", s.head_dim),
+        ("attention.q_lora_rank", s.q_rank),
+        ("attention.output_lora_rank", s.o_rank),
+        ("attention.output_group_count", s.o_groups),
+        ("attention.sliding_window", s.window),
+        ("attention.indexer.head_count", s.index_heads),
+        ("attention.indexer.key_length", s.index_dim),
+        ("attention.indexer.top_k", s.index_top),
+        ("rope.dimension_count", s.rope_dim),
+        ("rope.scaling.original_context_length", 65_536),
+        ("expert_count", s.n_experts),
+        ("expert_used_count", s.experts_per_token),
+        ("expert_shared_count", 1),
+        ("expert_feed_forward_length", s.expert_dim),
+        ("hash_layer_count", s.n_hash_layers),
+        ("hyper_connection.count", s.streams),
+        ("hyper_connection.sinkhorn_iterations", 20),
+    ];
+    let floats = [
+        ("attention.compress_rope_freq_base", 160_000.0),
+        ("attention.layer_norm_rms_epsilon", 1e-6),
+        ("rope.freq_base", 10_000.0),
+        ("rope.scaling.factor", 16.0),
+        ("rope.scaling.yarn_beta_fast", 32.0),
+        ("rope.scaling.yarn_beta_slow", 1.0),
+        ("expert_weights_scale", s.routed_scale),
+        ("hyper_connection.epsilon", 1e-6),
+    ];
+    let mut writer = GgufWriter::default().str("general.architecture", "deepseek4");
+    writer = writer.str("deepseek4.rope.scaling.type", "yarn");
+    for (name, value) in sizes {
+        writer = writer.u32(&format!("deepseek4.{name}"), value as u32);
+    }
+    for (name, value) in floats {
+        writer = writer.f32(&format!("deepseek4.{name}"), value);
+    }
+    let ratios: Vec<u8> = s.ratios.iter().flat_map(|&ratio| (ratio as i32).to_le_bytes()).collect();
+    let ratios = array(ValueType::I32, s.ratios.len() as u64, &ratios);
+    let clamps: Vec<u8> = (0..s.n_layers()).flat_map(|_| s.swiglu_limit.to_le_bytes()).collect();
+    let clamps = array(ValueType::F32, s.n_layers() as u64, &clamps);
+    writer
+        .value("deepseek4.attention.compress_ratios", ValueType::Array, ratios)
+        .value("deepseek4.swiglu_clamp_exp", ValueType::Array, clamps)
+        .value("deepseek4.expert_weights_norm", ValueType::Bool, [1])
+}
+
+/// 32-bit integers, which are no weight format.
+fn integers(name: &str, shape: &[usize], data: Vec<u8>) -> TensorSpec {
+    let dims = shape.iter().rev().map(|&dim| dim as u64).collect();
+    TensorSpec { name: name.into(), dims, n_dims: None, code: 26, offset: None, data }
+}
+
+/// The sizes of the fixture.
+fn fixture_sizes() -> V4Sizes {
+    V4Sizes { hidden: 128, expert_dim: 128, ..V4Sizes::tiny() }
+}
+
+/// The fixture as GGUF: experts in MXFP4, which holds their FP4 bits, everything else as BF16 and F32.
+fn fixture() -> GgufWriter {
+    let (names, mut writer) = (GgufNames::default(), metadata(&fixture_sizes()));
+    let bytes = std::fs::read(native().join("model.safetensors")).expect("the fixture is committed");
+    let native = SafeTensors::deserialize(&bytes).expect("the fixture is whole");
+    let mut experts: BTreeMap<String, BTreeMap<usize, Vec<u8>>> = BTreeMap::new();
+    for (name, dtype, shape, data) in dequantised() {
+        let (gguf, expert) = names.of(&name).expect(&name);
+        if let Some(expert) = expert {
+            let codes = native.tensor(&name).expect(&name);
+            let scales = native.tensor(&name.replace(".weight", ".scale")).expect(&name);
+            let rows = repack::fp4_rows(codes.data(), shape[0], shape[1], scales.data(), scales.shape());
+            experts.entry(gguf).or_default().insert(expert, rows.expect("sound"));
+        } else if dtype == Dtype::I64 {
+            let small = |id: &[u8; 8]| (i64::from_le_bytes(*id) as i32).to_le_bytes();
+            writer.tensors.push(integers(&gguf, &shape, data.as_chunks::<8>().0.iter().flat_map(small).collect()));
+        } else {
+            let format = if dtype == Dtype::F32 { Format::F32 } else { Format::Bf16 };
+            writer = writer.tensor(&gguf, format, &shape, data);
+        }
+    }
+    assert_eq!(experts.len(), 5 * 3, "three matrices in each of four layers and the draft block");
+    for (name, parts) in experts {
+        assert!(parts.keys().copied().eq(0..6), "{name}");
+        writer = writer.tensor(&name, Format::Mxfp4, &[6, 128, 128], parts.into_values().flatten().collect());
+    }
+    writer
+}
+
+/// Names, merged experts, 32-bit tables and metadata give the function of the released folder, to the last bit.
+#[test]
+fn the_fixture_under_other_names_gives_the_same_bits() {
+    let file = written("fixture", &fixture());
+    let ids = Golden::open("golden.safetensors").ids("mid.input_ids");
+    for numerics in [Numerics::Reference, Numerics::Simulated { fp8_inputs: true }] {
+        let want = Rig::load(&native(), numerics, 2).prompt(0, &ids, ids.len());
+        let got = Rig::load(&file.0, numerics, 2).prompt(0, &ids, ids.len());
+        assert_eq!(same_bits(&got, &want, numerics.name()), 139 * VOCAB);
+    }
+}
+
+/// IQ2_XXS, Q2_K, Q8_0 and F16 in one model: any chunks and threads give the same bits, and distributions are close to
+/// what the same weights give as floats.
+#[test]
+fn the_two_bit_recipe_runs() {
+    let model = Synthetic::open("synthetic:deepseek-v4-tiny").expect("a known name");
+    let mut writer = metadata(&model.sizes);
+    for tensor in model.tensors() {
+        let data = model.bytes(tensor);
+        writer = match tensor.format {
+            Some(format) => writer.tensor(&tensor.name, format, &tensor.shape, data),
+            None => {
+                writer.tensors.push(integers(&tensor.name, &tensor.shape, data));
+                writer
+            }
+        };
+    }
+    let file = written("two-bit", &writer);
+    let ids: Vec<u32> = (0..200).map(|i| (i * 97 + 13) % VOCAB as u32).collect();
+    let want = Rig::load(&file.0, Numerics::Serving, 2).prompt(0, &ids, ids.len());
+    assert!(want.iter().all(|x| x.is_finite()) && want.iter().any(|x| x.abs() > 1.0));
+    for (threads, chunk) in [(1, 7), (3, 1), (3, 128)] {
+        let got = Rig::load(&file.0, Numerics::Serving, threads).prompt(0, &ids, chunk);
+        assert_eq!(same_bits(&got, &want, &format!("chunks of {chunk} on {threads} threads")), 200 * VOCAB);
+    }
+    let floats = Rig::load(&file.0, Numerics::Reference, 2).prompt(0, &ids, ids.len());
+    let (kl, same) = v4::divergence(&want, &floats);
+    eprintln!("serving against reference: mean KL {kl:.2e}, same argmax {same:.3}");
+    assert!(kl < 0.1 && same > 0.7, "{kl} {same}");
+}
+
+#[test]
+fn metadata_that_cannot_be_true_is_refused_by_its_key() {
+    let set = |key: &str, value: u32| {
+        let mut writer = metadata(&fixture_sizes());
+        writer.metadata.retain(|(name, _)| name != format!("deepseek4.{key}").as_bytes());
+        writer.u32(&format!("deepseek4.{key}"), value).tensor("token_embd.weight", Format::F32, &[1, 1], vec![0; 4])
+    };
+    let problem = |writer: &GgufWriter| -> Option<LoadError> {
+        let file = written("refused", writer);
+        ModelConfig::read(&ModelFile::open(&file.0).expect("the container is sound")).err()
+    };
+    assert!(problem(&set("expert_count", 6)).is_none(), "what is true");
+    for (key, value) in [
+        ("attention.head_count_kv", 2),
+        ("hyper_connection.count", 2),
+        ("rope.dimension_count", 32),
+        ("attention.value_length", 64),
+        ("expert_shared_count", 2),
+        ("attention.compress_ratios", 4),
+        ("swiglu_clamp_exp", 10),
+        ("block_count", 9),
+        ("block_count", 0),
+    ] {
+        let found = problem(&set(key, value)).map(|error| error.to_string()).unwrap_or_default();
+        let named = if key == "block_count" { "attention.compress_ratios" } else { key };
+        assert!(found.contains(named), "{key} = {value}: {found}");
+    }
+}
