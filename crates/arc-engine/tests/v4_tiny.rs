@@ -9,8 +9,11 @@ use arc_device::cpu::Cpu;
 use arc_device::step::{CtxClass, Part, StepDelta, StepKey};
 use arc_device::{Landing, Readback, Steps};
 use arc_engine::model::Model;
-use arc_engine::model::deepseek_v4::{Numerics, Point};
-use v4::{Golden, Rig, VOCAB, admit, bf16, divergence, load, load_with, native, rows, same_bits, worst};
+use arc_engine::model::deepseek_v4::{Numerics, Point, V4Config};
+use arc_engine::runner::Runner;
+use v4::{
+    Golden, Rig, VOCAB, admit, bf16, dequantised, divergence, folder, load, load_with, native, rows, same_bits, worst,
+};
 
 /// What the fixture's README asks of f32 engines.
 const TOLERANCE: f32 = 1e-4;
@@ -310,4 +313,48 @@ fn the_draft_block_gives_the_golden() {
     let (_, plain) = load(&native(), Numerics::Reference, 1);
     let Model::DeepseekV4(plain) = plain else { panic!("the fixture is a DeepSeek-V4") };
     assert!(plain.draft_logits().is_none(), "not loaded unless asked for");
+}
+
+/// Models that are wrong in one thing, which the goldens must notice.
+#[test]
+fn deliberate_mistakes_miss_the_goldens() {
+    let golden = Golden::open("golden.safetensors");
+    let (ids, want) = (golden.ids("long.input_ids"), golden.floats("long.logits"));
+    let error = |folder: &Path, change: &dyn Fn(&mut V4Config)| {
+        let (dev, model) = load_with(folder, 2, &|config| {
+            config.set_numerics(Numerics::Reference);
+            change(config);
+        });
+        worst(&Rig { runner: Runner::new(dev, model) }.prompt(0, &ids, ids.len()), &want).0
+    };
+    assert!(error(&native(), &|_| {}) <= TOLERANCE, "without a mistake");
+    type Mistake<'a> = (&'a str, &'a dyn Fn(&mut V4Config));
+    let mistakes: [Mistake<'_>; 8] = [
+        ("window one short", &|config| config.attention.window -= 1),
+        ("window one long", &|config| config.attention.window += 1),
+        ("one index row fewer", &|config| config.index.top -= 1),
+        ("no clamp", &|config| config.experts.limit = f32::INFINITY),
+        ("routing weights not scaled", &|config| config.experts.router.scale = 1.0),
+        ("one rope for all layers", &|config| config.compress_rope_base = config.rope_base),
+        ("one normalisation", &|config| config.hc.iterations = 1),
+        ("scores not scaled", &|config| config.attention.scale = 1.0),
+    ];
+    for (what, mistake) in mistakes {
+        let error = error(&native(), mistake);
+        assert!(error > 10.0 * TOLERANCE, "{what}: {error}");
+    }
+    for (what, name) in [
+        ("gates without bias", "compressor.ape"),
+        ("sinks of 0", "attn_sink"),
+        ("no selection bias", "gate.bias"),
+        ("sites without base", "hc_attn_base"),
+    ] {
+        let mut tensors = dequantised();
+        let touched = tensors.iter_mut().filter(|tensor| tensor.0.ends_with(name)).map(|tensor| tensor.3.fill(0));
+        assert!(touched.count() > 0, "{what}");
+        let folder = folder(&name.replace('.', "-"), &tensors);
+        let error = error(&folder, &|_| {});
+        std::fs::remove_dir_all(&folder).expect("the folder is the test's own");
+        assert!(error > 10.0 * TOLERANCE, "{what}: {error}");
+    }
 }

@@ -79,6 +79,38 @@ fn rope_turns_the_end_of_a_row_and_back() {
     assert!(turned.iter().zip(&x).all(|(a, b)| (a - b).abs() < 1e-6));
 }
 
+/// What heads read depends on distances only, once the rotation is undone; without that it depends on where they stand.
+#[test]
+fn undoing_the_rotation_leaves_distances_only() {
+    let (dim, n) = (128, 20);
+    let table = |pos: usize| -> Vec<f32> {
+        (0..ROPE_DIM / 2)
+            .flat_map(|i| {
+                let angle = pos as f64 * 10_000f64.powf(-(2.0 * i as f64) / ROPE_DIM as f64);
+                [angle.cos() as f32, angle.sin() as f32]
+            })
+            .collect()
+    };
+    let read = |start: usize, undo: bool| -> Vec<f32> {
+        let (mut q, mut out) = (values(dim, 1), vec![0.0; dim]);
+        rope(&mut q, &table(start + n - 1));
+        attend(&mut Work::default(), &mut out, &q, &[0.1], 0.2, n, |i, row| {
+            row.copy_from_slice(&values(dim, 2 + i));
+            rope(row, &table(start + i));
+        });
+        if undo {
+            inverse_rope(&mut out, &table(start + n - 1));
+        }
+        out
+    };
+    let apart = |undo: bool| {
+        let (here, there) = (read(0, undo), read(1000, undo));
+        here.iter().zip(&there).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+    };
+    assert!(apart(true) < 1e-4, "{}", apart(true));
+    assert!(apart(false) > 1e-2, "the deliberately wrong variant: {}", apart(false));
+}
+
 #[test]
 fn the_window_holds_its_own_token_and_those_before() {
     let cfg = LatentConfig { heads: 1, dim: 64, window: 128, groups: 1, group_out: 1, scale: 1.0, eps: 1e-6 };
