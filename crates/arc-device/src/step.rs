@@ -15,6 +15,9 @@ pub const MAX_STEP_TOKENS: usize = 5;
 pub const TOKEN_OF_SLOT: u32 = u32::MAX;
 
 /// One token's place in a step: position `pos[slot] + offset`.
+///
+/// Rows of a slot stand together, each one position after the one before it: rows run in parallel, and no two may have
+/// one place. A row that breaks this does not run, and is a fault of its sequence.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Row {
@@ -65,7 +68,8 @@ pub struct SlotInit {
     pub stop_ids: Vec<u32>,
     /// Sampler parameters.
     pub sampling: SamplerConfig,
-    /// KV blocks in position order, for prompt and output together.
+    /// KV blocks in position order, for prompt and output together. A block that several sequences hold is one that
+    /// none of them writes to.
     pub blocks: Vec<u32>,
     /// The prompt where a penalty reads it, else empty.
     pub penalty_prompt: Vec<u32>,
@@ -217,7 +221,7 @@ pub mod landed_flags {
     pub const NON_FINITE: u32 = 4;
     /// A row fault: every token was masked. The row is done.
     pub const NOTHING_TO_SAMPLE: u32 = 8;
-    /// A row fault: its token or position was out of range. The row is done.
+    /// A row fault: its token, position or block was out of range, or another row's. The row is done.
     pub const OUT_OF_RANGE: u32 = 16;
     /// The slot had ended or was released; nothing ran for it.
     pub const INERT: u32 = 32;

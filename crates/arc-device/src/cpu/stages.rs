@@ -126,7 +126,7 @@ impl Ops for Cpu {
             let block = state.blocks(info.slot)[pos / BLOCK_TOKENS] as usize;
             for (kv_head, (key, value)) in keys.chunks_exact(head_dim).zip(values.chunks_exact(head_dim)).enumerate() {
                 let place = Place { block, in_block: pos % BLOCK_TOKENS, kv_head };
-                // SAFETY: blocks belong to one sequence and positions to one row of the step.
+                // SAFETY: `State::claim` gave this block to one sequence and this position to one of its rows.
                 unsafe { append(k, v, att, place, key, value) };
             }
         });

@@ -66,6 +66,8 @@ struct Slot {
     forced: Option<Forced>,
     /// A row of this sequence was out of range; told by its next head row.
     fault: u32,
+    /// The last step that had a row of this sequence; see [`State::claim`].
+    claimed: u64,
 }
 
 /// Everything of a step that is not arithmetic.
@@ -73,6 +75,10 @@ pub(super) struct State {
     limits: Limits,
     vocab: usize,
     slots: Vec<Slot>,
+    /// Which slot writes to a block, with the step in which it does; see [`State::claim`].
+    writers: Vec<(u64, u16)>,
+    /// Times that a row table was resolved.
+    begun: u64,
     rows: Vec<Row>,
     infos: Vec<RowInfo>,
     groups: Vec<RowGroup>,
@@ -99,6 +105,8 @@ impl State {
             limits: *limits,
             vocab: 0,
             slots: (0..limits.slots).map(|_| Slot::default()).collect(),
+            writers: vec![(0, 0); limits.blocks],
+            begun: 0,
             rows: Vec::with_capacity(limits.rows),
             infos: Vec::with_capacity(limits.rows),
             groups: Vec::with_capacity(limits.rows),
@@ -120,7 +128,8 @@ impl State {
     pub fn bytes(limits: &Limits) -> u64 {
         let landed = limits.ring * limits.heads * size_of::<Landed>();
         let rows = limits.rows * (size_of::<Row>() + size_of::<RowInfo>() + size_of::<RowGroup>());
-        (landed + rows + limits.slots * size_of::<Slot>()) as u64
+        let writers = limits.blocks * size_of::<(u64, u16)>();
+        (landed + rows + writers + limits.slots * size_of::<Slot>()) as u64
     }
 
     /// Fixes the vocabulary, and makes the samplers' scratch, one a thread.
@@ -161,11 +170,17 @@ impl State {
             self.now.start_ns = self.elapsed_ns();
         }
         self.part = key.part;
+        self.begun += 1;
         self.infos.clear();
         self.groups.clear();
         self.heads.clear();
-        for (r, row) in self.rows.iter().enumerate() {
-            let mut info = resolve(&mut self.slots, row, self.vocab, self.limits.context);
+        for r in 0..self.rows.len() {
+            let row = self.rows[r];
+            let mut info = resolve(&mut self.slots, &row, self.vocab, self.limits.context);
+            if info.live && !self.claim(&info) {
+                self.slots[info.slot].fault = landed_flags::OUT_OF_RANGE;
+                info = RowInfo { slot: info.slot, ..RowInfo::default() };
+            }
             if let Some(before) = self.infos.last().filter(|before| info.follows(before)) {
                 info.back = before.back + 1;
             }
@@ -192,6 +207,24 @@ impl State {
             return Err(DeviceError::UnknownStep { key: format!("{key} over {} head rows", self.heads.len()) });
         }
         Ok(())
+    }
+
+    /// Takes the row's place in the KV pool for this step. Rows run in parallel, and what is written there must be one
+    /// row's: `false` where the pool has no such block, where another sequence writes to it, or where the rows of the
+    /// sequence do not stand together in order of position, so that two of them might be the same.
+    fn claim(&mut self, info: &RowInfo) -> bool {
+        let slot = &mut self.slots[info.slot];
+        let first = std::mem::replace(&mut slot.claimed, self.begun) != self.begun;
+        if !first && !self.infos.last().is_some_and(|before| info.follows(before)) {
+            return false;
+        }
+        let writer = (self.begun, info.slot as u16);
+        let Some(last) = self.writers.get_mut(slot.blocks[info.pos as usize / BLOCK_TOKENS] as usize) else {
+            return false;
+        };
+        let free = last.0 != self.begun || *last == writer;
+        *last = writer;
+        free
     }
 
     pub fn infos(&self) -> &[RowInfo] {
@@ -470,3 +503,6 @@ impl Slot {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
