@@ -1,13 +1,13 @@
 //! Arc's device layer: what a model may ask of a device, and nothing else.
 //!
-//! Read this file first. Five traits divide what a device can do by *who may do it when*:
+//! Read this file first. Traits divide what a device can do by *who may do it when*:
 //!
 //! | trait | who | may allocate | may read back or wait |
 //! |---|---|---|---|
 //! | [`Buffers`] | names the storage types | no | no |
 //! | [`Alloc`] | the loader | yes | no |
 //! | [`Ops`], [`OpsV4`] | a forward pass | no | no |
-//! | [`Steps`], [`Landing`] | the runner and the burst driver | no | no ([`Landing::poll`] never blocks) |
+//! | [`Steps`], [`Landing`], [`DeviceLoop`] | the runner and the burst driver | no | no ([`Landing::poll`] never blocks) |
 //! | [`Readback`] | tests and tools | no | yes |
 //!
 //! A forward pass is written once, generic over `D: Ops`. It cannot name [`Alloc`] or [`Readback`], so a step cannot
@@ -52,13 +52,21 @@ use crate::ops_v4::OpsV4;
 use crate::step::{Landed, StepClocks, StepDelta, StepKey};
 
 /// A plain value that a buffer can hold.
-pub trait Element: Copy + Default + Send + Sync + std::fmt::Debug + 'static {
+///
+/// # Safety
+/// Zero bytes are a value of the type, and its alignment is at most 64: buffers come zeroed, on a cache-line border.
+pub unsafe trait Element: Copy + Default + Send + Sync + std::fmt::Debug + 'static {
     /// Name for tables and traces.
     const DTYPE: &'static str;
 }
 
 macro_rules! elements {
-    ($($t:ty => $name:literal),*) => { $(impl Element for $t { const DTYPE: &'static str = $name; })* };
+    ($($t:ty => $name:literal),*) => { $(
+        // SAFETY: a number of at most four bytes, of which zero is one.
+        unsafe impl Element for $t {
+            const DTYPE: &'static str = $name;
+        }
+    )* };
 }
 elements!(f32 => "f32", u32 => "u32", i32 => "i32", u16 => "u16", i8 => "i8", u8 => "u8");
 

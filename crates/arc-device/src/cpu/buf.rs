@@ -51,7 +51,7 @@ impl<T: Element> Aligned<T> {
         {
             return Some(pages);
         }
-        // SAFETY: the layout's size is not zero. All `Element`s are numbers, for which zero bytes are valid.
+        // SAFETY: the layout's size is not zero. Zero bytes are a value of every `Element`, and 64 is aligned enough.
         let ptr = NonNull::new(unsafe { alloc_zeroed(layout) }.cast::<T>())?;
         Some(Aligned { ptr, len, source: Source::Heap })
     }

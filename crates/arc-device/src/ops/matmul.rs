@@ -30,8 +30,9 @@
 //!
 //! # Float formats: invariant, bounded
 //!
-//! F32, F16, BF16 and FP8 weights, decoded to f32, meet f32 activations: `acc = fma(w, x, acc)`, `k` ascending inside a slice, slices as
-//! above. The CPU device gives the same bits on every instruction set; other devices may order a slice differently.
+//! F32, F16, BF16 and FP8 weights, decoded to f32, meet f32 activations: `acc = fma(w, x, acc)`, `k` ascending inside a
+//! slice, slices as above. The CPU device gives the same bits on every instruction set; other devices may order a slice
+//! differently.
 
 #[cfg(test)]
 mod tests;

@@ -230,13 +230,17 @@ fn locate(parts: &[Part], mut t: usize) -> (&Part, usize) {
     unreachable!("tile past the end of a matrix");
 }
 
+const _: () = assert!(size_of::<Slice>() <= size_of::<[[f32; TILE]; SLICE]>());
+
 /// What a member of the team keeps for a tile.
 pub(crate) struct Work {
     acc: [[[f32; TILE]; ROW_BLOCK]; 2],
     scratch: Scratch,
 }
 
-/// Room for one slice of a tile, in either view.
+/// Room for one slice of a tile, in either view. `repr(C)`: both begin at its start, so that zeros written through the
+/// larger, `floats`, are zeros of the other.
+#[repr(C)]
 union Scratch {
     codes: std::mem::ManuallyDrop<Slice>,
     floats: [[f32; TILE]; SLICE],

@@ -79,11 +79,6 @@ impl PackedMatrix {
     pub fn is_fp8(&self) -> bool {
         self.parts.iter().all(|part| part.format == Format::Fp8)
     }
-
-    /// Whether some part reads f32 activations.
-    pub fn reads_floats(&self) -> bool {
-        self.parts.iter().any(|part| part.format.coding() == Coding::Float)
-    }
 }
 
 impl Part {
