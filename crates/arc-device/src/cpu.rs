@@ -80,6 +80,7 @@ impl Cpu {
         table.add("attention partials", MemoryClass::Workspace, 4 * stages::PARTIALS as u64);
         let acts = Activations::bytes(rows, max_cols.max(shape.gathered)) + 4 * product;
         table.add("activations", MemoryClass::Workspace, acts as u64);
+        table.add("logits for the host", MemoryClass::Workspace, 4 * (limits.heads * shape.vocab) as u64);
         table.add("samplers", MemoryClass::Workspace, state::sampler_bytes(limits, shape.vocab, threads));
         table
     }

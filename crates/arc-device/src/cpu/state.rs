@@ -132,9 +132,10 @@ impl State {
         (landed + rows + writers + limits.slots * size_of::<Slot>()) as u64
     }
 
-    /// Fixes the vocabulary, and makes the samplers' scratch, one a thread.
+    /// Fixes the vocabulary, and makes the samplers' scratch, one a thread, and room for the logits that the host reads.
     pub fn set_vocab(&mut self, vocab: usize, threads: usize) {
         self.vocab = vocab;
+        self.kept = Vec::with_capacity(self.limits.heads * vocab);
         self.samplers = (0..threads).map(|_| Scratch::new(vocab, self.limits.context)).collect();
     }
 

@@ -73,3 +73,21 @@ fn the_last_position_of_the_context_runs_and_the_next_is_at_fault() {
     let strange = vec![row(9, 0), Row { flags: row_flags::PADDING, ..row(0, 0) }];
     assert_eq!(resolve(full(), strange), (vec![false; 2], vec![]), "no slot, and padding");
 }
+
+#[test]
+fn a_step_in_two_parts_keeps_its_logits_without_allocating() {
+    let mut state = State::new(&LIMITS);
+    state.set_vocab(8, 1);
+    let room = state.kept.capacity();
+    let rows = (0..LIMITS.heads as u32).map(|offset| row(0, offset)).collect();
+    state.stage(&StepDelta { admit: vec![admit(0, 0, &[0, 1])], rows: Some(rows), ..StepDelta::default() });
+    let key = StepKey { rows: 8, heads: 8, ctx: CtxClass::Short, part: Part::Forward };
+    state.begin(key).expect("a table of its length");
+    let logits: Vec<f32> = (0..64).map(|i| i as f32).collect();
+    state.keep(&logits);
+    state.fetch(&[7, 0, 8]);
+    assert_eq!(state.fetched(0), Some(&logits[56..]));
+    assert_eq!(state.fetched(1), Some(&logits[..8]));
+    assert_eq!((state.fetched(2), state.fetched(3)), (None, None), "a head that the step has not, and no row");
+    assert_eq!(state.kept.capacity(), room);
+}
