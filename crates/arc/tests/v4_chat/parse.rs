@@ -197,7 +197,7 @@ fn only_complete_calls_are_calls() {
 fn time_is_in_proportion_to_length() {
     let head = "\n\n<D tool_calls>\n<D invoke name=\"f\">\n<D parameter name=\"s\" string=\"true\">";
     let json = head.replace("true", "false");
-    let n = 1 << 19;
+    let n = 1 << 17;
     let fill = |head: &str, part: &str| tags(&format!("{head}{}", part.repeat(n / part.len())));
     let texts = [
         fill(head, "abc\"d"),
