@@ -316,6 +316,21 @@ fn a_drain_finishes_what_was_taken_and_a_stop_cancels_it() {
 }
 
 #[test]
+fn everybody_who_shuts_down_waits_for_the_end() {
+    let rig = Rig::new(EngineConfig::default(), limits(), slow());
+    let answer = rig.start(request(&prompt(1, 5), 100));
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                rig.engine.shutdown(Shutdown::Drain);
+                assert_eq!(rig.engine.health(), Health::Stopped);
+            });
+        }
+    });
+    assert_eq!(answer.wait().finished.reason, FinishReason::Length);
+}
+
+#[test]
 fn the_engine_stops_with_its_last_handle() {
     let rig = Rig::plain();
     let (_, other) = (rig.engine.clone(), rig.engine.clone());

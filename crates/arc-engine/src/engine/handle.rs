@@ -180,9 +180,10 @@ impl EngineHandle {
         self.fault()
     }
 
-    /// Shuts down and waits for the engine thread to end. Must not be called from a sink.
+    /// Shuts down and waits for the engine to end, whoever else does too. Must not be called from a sink.
     pub fn shutdown(&self, how: Shutdown) {
         self.shared.stop(how);
+        self.wait();
         let thread = lock(&self.shared.inbox).thread.take();
         if let Some(thread) = thread {
             // A panic was caught inside, and is the engine's fault; there is nothing left to learn from the result.
