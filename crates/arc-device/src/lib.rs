@@ -7,7 +7,7 @@
 //! | [`Buffers`] | names the storage types | no | no |
 //! | [`Alloc`] | the loader | yes | no |
 //! | [`Ops`], [`OpsV4`] | a forward pass | no | no |
-//! | [`Steps`], [`Landing`], [`DeviceLoop`] | the runner and the burst driver | no | no ([`Landing::poll`] never blocks) |
+//! | [`Steps`], [`Landing`], [`DeviceLoop`] | the runner and the burst driver | [`Landing::stage`], for a sequence that starts | no ([`Landing::poll`] never blocks) |
 //! | [`Readback`] | tests and tools | no | yes |
 //!
 //! A forward pass is written once, generic over `D: Ops`. It cannot name [`Alloc`] or [`Readback`], so a step cannot

@@ -66,6 +66,7 @@ pub(crate) unsafe fn dot_slice(
 ) {
     let rows = acc.len();
     assert!(n <= SLICE_BLOCKS && (first + n) * 32 <= x.cols && (row + rows) * x.cols <= x.q.len());
+    assert!(x.d.len() == x.q.len() / 32 && x.sums.len() == x.q.len() / 16);
     match isa {
         // SAFETY: bounds asserted above; the instruction set by the caller's promise.
         #[cfg(target_arch = "x86_64")]
