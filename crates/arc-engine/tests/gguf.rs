@@ -187,7 +187,7 @@ fn each_lie_gets_its_own_sentence() {
         (
             "magic",
             GgufWriter { magic: *b"GGML", ..small() },
-            r#"not a GGUF file: it begins with "GGML\\x03\\x00\\x00\\x00" instead of "GGUF""#,
+            r#"not a GGUF file: it begins with "GGML\x03\x00\x00\x00" instead of "GGUF""#,
         ),
         (
             "version 1",

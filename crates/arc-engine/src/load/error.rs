@@ -8,7 +8,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error, PartialEq)]
 pub enum HeaderError {
     /// The file does not begin with the four bytes of its kind.
-    #[error("not a GGUF file: it begins with {found:?} instead of \"GGUF\"")]
+    #[error("not a GGUF file: it begins with \"{found}\" instead of \"GGUF\"")]
     Magic {
         /// The first bytes, escaped.
         found: String,
@@ -236,7 +236,7 @@ pub enum LoadError {
         problem: HeaderError,
     },
     /// Neither a GGUF nor a safetensors file.
-    #[error("{}: neither a GGUF nor a safetensors file: it begins with {found:?}", path.display())]
+    #[error("{}: neither a GGUF nor a safetensors file: it begins with \"{found}\"", path.display())]
     UnknownKind {
         /// The file.
         path: PathBuf,
