@@ -45,6 +45,12 @@ pub enum OpenError {
         /// What the system said.
         source: std::io::Error,
     },
+    /// A folder of safetensors without a tokenizer, which can be described but not talked to.
+    #[error("{}: no tokenizer.json in this folder, without which no text can be read or written", folder.display())]
+    NoTokenizer {
+        /// The folder.
+        folder: PathBuf,
+    },
     /// The tokenizer in the model file.
     #[error("{}: {source}", path.display())]
     Tokenizer {

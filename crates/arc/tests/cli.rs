@@ -288,6 +288,19 @@ fn inspect_shows_metadata_tensors_and_memory() {
     }
 }
 
+/// Safetensors without a tokenizer beside them can be described, with memory and stages, and no more.
+#[test]
+fn inspect_describes_a_checkpoint_without_a_tokenizer() {
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/deepseek-v4-tiny/native");
+    let output = arc().arg("inspect").arg(&folder).arg("--step-trace").output().expect("the binary is built");
+    let page = text_of(&output);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    for part in ["deepseek_v4", "no tokenizer.json", "layers.*.attn.wkv.weight", "total", "stages of a decode step"] {
+        assert!(page.contains(part), "{page} lacks {part}");
+    }
+    refused(arc().arg("run").arg(&folder).arg("hi"), b"", 1, "no tokenizer.json in this folder", HEADER);
+}
+
 #[test]
 fn bench_and_eval_measure_through_the_engine() {
     let path = model(SMOLLM2);

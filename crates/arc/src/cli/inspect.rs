@@ -7,7 +7,10 @@ use std::{
 };
 
 use anyhow::Result;
-use arc::{config::Config, open::Described};
+use arc::{
+    config::Config,
+    open::{Described, OpenError},
+};
 use arc_device::{
     MemoryClass,
     step::{BLOCK_TOKENS, Limits},
@@ -39,19 +42,25 @@ pub struct Args {
 
 pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     let model = open_model(&args.model, config)?;
-    let tokenizer = model.tokenizer()?;
+    let tokens = match model.tokenizer() {
+        Ok(tokenizer) => format!("{} tokens", tokenizer.n_vocab()),
+        // All else can be told; a tokenizer that is there but wrong is an error like any other.
+        Err(OpenError::NoTokenizer { .. }) => {
+            format!("{} tokens (but no tokenizer.json, so it cannot run)", model.config.shape().vocab)
+        }
+        Err(e) => return Err(e.into()),
+    };
     // Before anything is printed: a model that cannot be loaded is an error, not a half page.
     let plan = model.plan(config, serve::SIZES)?;
     let mut out = io::stdout().lock();
     writeln!(out, "{}", model.path.display())?;
     writeln!(
         out,
-        "{} ({}), {:.1} M parameters, {}, {} tokens, trained for a context of {}",
+        "{} ({}), {:.1} M parameters, {}, {tokens}, trained for a context of {}",
         model.title(),
         model.config.arch(),
         model.parameters() as f64 / 1e6,
         model.main_format(),
-        tokenizer.n_vocab(),
         model.config.context(),
     )?;
     metadata(&model, &mut out)?;

@@ -24,6 +24,9 @@ pub(super) fn read(file: &ModelFile) -> Result<Tokenizer, OpenError> {
 
 fn json_tokenizer(file: &SafetensorsFile) -> Result<Tokenizer, OpenError> {
     let path = file.folder().join("tokenizer.json");
+    if !path.exists() {
+        return Err(OpenError::NoTokenizer { folder: file.folder().to_owned() });
+    }
     let json = read_text(&path)?;
     let config_path = file.folder().join("tokenizer_config.json");
     let config = if config_path.exists() { Some(read_text(&config_path)?) } else { None };
