@@ -93,7 +93,7 @@ macro_rules! settings {
 }
 
 settings! {
-    Global: /// Folder of models, history and locks
+    Global: /// Folder of models, history and locks; unless set, arc in $XDG_CACHE_HOME or in ~/.cache
     cache_dir: PathBuf = layers::default_cache_dir(), Kind::Path;
     Global: /// Base address of the model hub, the last source that is asked
     hub: String = "https://huggingface.co".to_owned(), Kind::Text;

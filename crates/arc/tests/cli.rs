@@ -278,6 +278,16 @@ fn completions_and_manual_come_from_the_definition() {
     assert!(page.contains(".TH arc 1") && page.contains("ARC SERVE") && page.contains("mixed\\-step\\-ms"));
 }
 
+/// What is printed once and packaged names no folder of the machine that printed it.
+#[test]
+fn help_manual_and_completions_name_no_home() {
+    for args in [["man"].as_slice(), &["completions", "fish"], &["serve", "--help"]] {
+        let printed = arc().args(args).env("HOME", "/homes/somebody").output().expect("the binary is built");
+        let page = text_of(&printed);
+        assert!(page.contains("XDG_CACHE_HOME") && !page.contains("somebody"), "{args:?}: {page}");
+    }
+}
+
 #[test]
 fn inspect_shows_metadata_tensors_and_memory() {
     let output = arc().arg("inspect").arg(model(SMOLLM2)).output().expect("the binary is built");

@@ -9,10 +9,17 @@ type Given = Vec<(String, String)>;
 fn args<'a>(scopes: &'a [Scope]) -> impl Iterator<Item = Arg> + 'a {
     let defaults = Config::default();
     SETTINGS.iter().filter(|s| scopes.contains(&s.scope)).map(move |s| {
-        let default = defaults.show(s.name).expect("every listed setting can be shown");
+        let help = match s.kind {
+            // Completions and manual pages travel, so they name no folder of this machine; the text says where it is.
+            Kind::Path => s.doc.trim().to_owned(),
+            _ => {
+                let default = defaults.show(s.name).expect("every listed setting can be shown");
+                format!("{} [default: {default}]", s.doc.trim())
+            }
+        };
         let mut arg = Arg::new(s.name)
             .long(s.flag())
-            .help(format!("{} [default: {default}]", s.doc.trim()))
+            .help(help)
             .value_name(value_name(s))
             .allow_hyphen_values(true)
             .help_heading(match s.scope {
