@@ -21,7 +21,7 @@ use arc_engine::{
 #[derive(Debug, Clone, clap::Args)]
 pub struct SamplingArgs {
     /// Most tokens of the answer
-    #[arg(short = 'n', long, value_name = "N")]
+    #[arg(short = 'n', long, value_name = "N", allow_negative_numbers = true)]
     max_tokens: Option<u32>,
     /// 0 always takes the most likely token
     #[arg(long, value_name = "T", default_value_t = 0.7, allow_negative_numbers = true)]
@@ -30,7 +30,7 @@ pub struct SamplingArgs {
     #[arg(long, value_name = "P", default_value_t = 0.95, allow_negative_numbers = true)]
     top_p: f32,
     /// Keep the K most likely tokens; 0: all
-    #[arg(long, value_name = "K", default_value_t = 0)]
+    #[arg(long, value_name = "K", default_value_t = 0, allow_negative_numbers = true)]
     top_k: u32,
     /// Keep tokens at least this likely, relative to the most likely; 0: all
     #[arg(long, value_name = "P", default_value_t = 0.0, allow_negative_numbers = true)]
@@ -45,7 +45,7 @@ pub struct SamplingArgs {
     #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
     frequency_penalty: f32,
     /// The same seed gives the same answer; without it, one is drawn and shown
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     seed: Option<u64>,
     /// End the answer before this text; may be given several times
     #[arg(long, value_name = "TEXT")]
