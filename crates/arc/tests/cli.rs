@@ -266,6 +266,20 @@ fn chat_keeps_the_conversation_and_takes_commands() {
     assert_eq!(messages[1]["content"], "My name is Ada.");
 }
 
+/// Lines that a terminal delivers at once, typed ahead or pasted, are all read; `script` is the terminal.
+#[test]
+fn chat_reads_every_line_that_was_typed_ahead() {
+    let chat = format!("{} chat '{}'", env!("CARGO_BIN_EXE_arc"), model(SMOLLM2).display());
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let mut terminal = std::process::Command::new("script");
+    terminal.args(["-qec", &chat, "/dev/null"]).env("ARC_CACHE_DIR", dir.path()).env("TERM", "xterm");
+    let output = output_with(&mut terminal, b"/one\n/two\n/three\n/exit\n");
+    let page = text_of(&output);
+    for name in ["one", "two", "three"] {
+        assert!(page.contains(&format!("there is no /{name}")), "{name} was lost: {page}");
+    }
+}
+
 #[test]
 fn completions_and_manual_come_from_the_definition() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
