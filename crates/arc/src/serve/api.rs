@@ -230,6 +230,10 @@ struct ContentPart {
 
 /// Reads a body. Errors: 400, naming the field where there is one and the nearest known one where it is unknown.
 pub fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
+    // serde would take a list for an object, field by field in the order of the struct.
+    if let Some(b'[' | b'"') = body.trim_ascii_start().first() {
+        return Err(ApiError::bad("the body is not a JSON object"));
+    }
     let mut json = serde_json::Deserializer::from_slice(body);
     let value = serde_path_to_error::deserialize(&mut json).map_err(|e| {
         let path = e.path().to_string();
@@ -399,6 +403,9 @@ mod tests {
         assert_eq!(refused(r#"{"max_tokens": 1.5}"#).0.as_deref(), Some("max_tokens"));
         assert_eq!(refused(r#"{"logit_bias": {"1": "x"}}"#).0.as_deref(), Some("logit_bias.1"));
         assert!(refused(r#"{"n": 1, "n": 2}"#).1.contains("duplicate field"));
+        for list in [r#"["m", [{"role": "user", "content": "x"}]]"#, " [[[", "\"x\""] {
+            assert_eq!(refused(list), (None, "the body is not a JSON object".to_owned()));
+        }
         for broken in ["", "{", "[]", "null", "{\"temperature\": NaN}", "{} {}", "\u{1}"] {
             let (_, message) = refused(broken);
             assert!(!message.is_empty(), "{broken}");
