@@ -54,7 +54,7 @@ pub struct ChatInput<'a> {
 #[derive(Debug, thiserror::Error)]
 pub enum TemplateError {
     /// The model file has no template.
-    #[error("this model has no chat template; use raw completion, or give a template")]
+    #[error("this model has no chat template, so it only continues text: arc run --raw, or /v1/completions")]
     Missing,
     /// The source is larger than [`MAX_TEMPLATE_BYTES`].
     #[error("the chat template has {bytes} bytes, at most {max} are supported")]
