@@ -10,7 +10,6 @@ use arc_device::step::{CtxClass, Part, StepDelta, StepKey};
 use arc_device::{Landing, Readback, Steps};
 use arc_engine::model::Model;
 use arc_engine::model::deepseek_v4::{Numerics, Point, V4Config};
-use arc_engine::runner::Runner;
 use v4::{
     Golden, Rig, VOCAB, admit, bf16, dequantised, divergence, folder, load, load_with, native, rows, same_bits, worst,
 };
@@ -325,7 +324,7 @@ fn deliberate_mistakes_miss_the_goldens() {
             config.set_numerics(Numerics::Reference);
             change(config);
         });
-        worst(&Rig { runner: Runner::new(dev, model) }.prompt(0, &ids, ids.len()), &want).0
+        worst(&Rig::new(dev, model).prompt(0, &ids, ids.len()), &want).0
     };
     assert!(error(&native(), &|_| {}) <= TOLERANCE, "without a mistake");
     type Mistake<'a> = (&'a str, &'a dyn Fn(&mut V4Config));

@@ -33,7 +33,7 @@ use arc_device::{Buffers, Norm};
 
 use draft::Draft;
 
-pub use config::{LayerKind, NAME, Numerics, V4Config, Yarn};
+pub use config::{LayerKind, NAME, Numerics, V4Config, Yarn, rope_row};
 
 /// One layer's weights.
 struct Layer<D: Buffers> {

@@ -1,6 +1,8 @@
 //! The tiny DeepSeek-V4 fixture: opening it in both storage forms, running rows, and comparing.
 #![allow(dead_code, reason = "each test binary uses a part")]
 
+pub mod plain;
+
 use std::path::{Path, PathBuf};
 
 use arc_device::cpu::Cpu;
@@ -139,24 +141,35 @@ pub fn load(folder: &Path, numerics: Numerics, threads: usize) -> (Cpu, Model<Cp
 
 /// A model whose configuration was changed first.
 pub fn load_with(folder: &Path, threads: usize, change: &dyn Fn(&mut V4Config)) -> (Cpu, Model<Cpu>) {
+    load_within(folder, threads, limits(), change)
+}
+
+/// Within other limits than most tests need.
+pub fn load_within(folder: &Path, threads: usize, limits: Limits, change: &dyn Fn(&mut V4Config)) -> (Cpu, Model<Cpu>) {
     let file = ModelFile::open(folder).expect("the fixture opens");
     let mut config = ModelConfig::read(&file).expect("the fixture has a configuration");
     let ModelConfig::DeepseekV4(v4) = &mut config else { panic!("the fixture is a DeepSeek-V4") };
     change(v4);
-    let mut dev = Cpu::new(threads, limits());
-    let model = Model::load(&mut dev, &file, &config, &limits()).expect("the fixture loads");
+    let mut dev = Cpu::new(threads, limits);
+    let model = Model::load(&mut dev, &file, &config, &limits).expect("the fixture loads");
     (dev, model)
 }
 
 /// A loaded model.
 pub struct Rig {
     pub runner: Runner<Cpu>,
+    /// Of the steps to come.
+    pub ctx: CtxClass,
 }
 
 impl Rig {
     pub fn load(folder: &Path, numerics: Numerics, threads: usize) -> Rig {
         let (dev, model) = load(folder, numerics, threads);
-        Rig { runner: Runner::new(dev, model) }
+        Rig::new(dev, model)
+    }
+
+    pub fn new(dev: Cpu, model: Model<Cpu>) -> Rig {
+        Rig { runner: Runner::new(dev, model), ctx: CtxClass::Short }
     }
 
     /// Runs rows of one step and returns the logits of its head rows.
@@ -164,7 +177,8 @@ impl Rig {
         let n = rows.len() as u32;
         let head = row_flags::HEAD | row_flags::SAMPLE;
         let heads = rows.iter().filter(|row| row.flags & head != 0).count() as u32;
-        let key = |part| StepKey { rows: n, heads, ctx: CtxClass::Short, part };
+        let ctx = self.ctx;
+        let key = |part| StepKey { rows: n, heads, ctx, part };
         self.runner.stage(&StepDelta { admit, rows: Some(rows), ..StepDelta::default() }).expect("staged");
         self.runner.enqueue(key(Part::Forward)).expect("forward");
         let all: Vec<u32> = (0..heads).collect();
@@ -201,6 +215,12 @@ impl Rig {
 /// A sequence from `pos` on, its blocks deliberately not in order.
 pub fn admit(slot: u16, pos: u32) -> SlotInit {
     let per_slot = (CONTEXT / BLOCK_TOKENS) as u32;
+    let blocks = (0..per_slot).rev().map(|i| i * SLOTS as u32 + u32::from(slot)).collect();
+    SlotInit { blocks, ..admit_within(slot, pos, 0) }
+}
+
+/// A sequence alone in a pool of blocks for `context` tokens, not in order.
+pub fn admit_within(slot: u16, pos: u32, context: usize) -> SlotInit {
     SlotInit {
         slot,
         generation: 1,
@@ -208,7 +228,7 @@ pub fn admit(slot: u16, pos: u32) -> SlotInit {
         flags: 0,
         stop_ids: Vec::new(),
         sampling: SamplerConfig { temperature: 0.0, ..SamplerConfig::default() },
-        blocks: (0..per_slot).rev().map(|i| i * SLOTS as u32 + u32::from(slot)).collect(),
+        blocks: (0..(context / BLOCK_TOKENS) as u32).rev().collect(),
         penalty_prompt: Vec::new(),
         pos,
         logprobs: None,

@@ -312,18 +312,23 @@ impl V4Config {
         plain.enumerate().map(stretched).collect()
     }
 
-    /// `[context, ROPE_DIM / 2, 2]`: cosine and sine of `pos * frequency`, the product rounded to f32 as in the
-    /// published code: near a million the rounding is up to 0.03, and the model was trained with it.
+    /// `[context, ROPE_DIM / 2, 2]`: [`rope_row`] of every position.
     pub fn rope_table(&self, compressed: bool, context: usize) -> Vec<f32> {
         let frequencies = self.frequencies(compressed);
-        let angles = (0..context).flat_map(|pos| frequencies.iter().map(move |f| pos as f32 * f));
-        angles
-            .flat_map(|angle| {
-                let (sin, cos) = f64::from(angle).sin_cos();
-                [cos as f32, sin as f32]
-            })
-            .collect()
+        let mut table = Vec::with_capacity(context * ROPE_DIM);
+        (0..context).for_each(|pos| table.extend(rope_row(&frequencies, pos)));
+        table
     }
+}
+
+/// Cosine and sine of `pos * frequency`, the product rounded to f32 as in the published code: near a million the rounding
+/// is up to 0.03, and the model was trained with it.
+pub fn rope_row(frequencies: &[f32], pos: usize) -> impl Iterator<Item = f32> {
+    let angles = frequencies.iter().map(move |frequency| pos as f32 * frequency);
+    angles.flat_map(|angle| {
+        let (sin, cos) = f64::from(angle).sin_cos();
+        [cos as f32, sin as f32]
+    })
 }
 
 /// Kinds of the trunk's layers by their `ratios`. Entries past `n_layers` belong to draft blocks.
