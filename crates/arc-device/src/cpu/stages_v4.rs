@@ -113,7 +113,7 @@ impl Compress<'_> {
             rms_norm_in_place(row, &self.weights.norm, self.eps);
             rope(row, angles(self.rope_table, w * c.ratio));
             let place = c.place(device.blocks(info.slot), w);
-            // SAFETY: blocks belong to one sequence, and a row of theirs is completed by one token.
+            // SAFETY: `State::claim` gave the block of this token to its sequence, and the token completes one row.
             self.format.write(unsafe { pooled.slice_mut(place * row_bytes, row_bytes) }, row);
         });
         let ring = state.ring.shared();

@@ -57,7 +57,7 @@ impl Compressor {
         slots * self.ring() * 2 * self.width()
     }
 
-    /// Rows of one block of [`BLOCK_TOKENS`] tokens. Where a row spans several blocks, it lies in the first of them and
+    /// Rows of one block of [`BLOCK_TOKENS`] tokens. Where a row spans several blocks, it lies in the last of them and
     /// the others stay empty.
     pub fn rows_per_block(&self) -> usize {
         (BLOCK_TOKENS / self.ratio).max(1)
@@ -68,10 +68,11 @@ impl Compressor {
         (pos as usize + 1) / self.ratio
     }
 
-    /// Which row of the pool holds row `w` of a sequence with these blocks.
+    /// Which row of the pool holds row `w` of a sequence with these blocks: one in the block of its last token, which is
+    /// the block that the step's row which completes it has claimed for itself.
     pub(crate) fn place(&self, blocks: &[u32], w: usize) -> usize {
-        let first = w * self.ratio;
-        blocks[first / BLOCK_TOKENS] as usize * self.rows_per_block() + first % BLOCK_TOKENS / self.ratio
+        let last = (w + 1) * self.ratio - 1;
+        blocks[last / BLOCK_TOKENS] as usize * self.rows_per_block() + last % BLOCK_TOKENS / self.ratio
     }
 
     /// Tokens that row `w` reads, one slot each.
