@@ -80,6 +80,9 @@ pub trait Buffers: Sized {
 
 /// Load time only.
 pub trait Alloc: Buffers {
+    /// Whether values are looked at. Where not, a model that has no file need not make any.
+    const READS_VALUES: bool = true;
+
     /// `len` zeroed elements. Errors: `OutOfMemory`.
     fn alloc<T: Element>(&mut self, name: &'static str, class: MemoryClass, len: usize) -> Result<Self::Buf<T>>;
 

@@ -128,6 +128,8 @@ impl Buffers for Trace {
 }
 
 impl Alloc for Trace {
+    const READS_VALUES: bool = false;
+
     fn alloc<T: Element>(&mut self, name: &'static str, class: MemoryClass, len: usize) -> Result<TraceBuf> {
         self.memory.add(name, class, (len as u64).saturating_mul(size_of::<T>() as u64));
         Ok(TraceBuf { len })

@@ -43,7 +43,7 @@ fn a_loaded_model_takes_its_file_its_cache_and_64_mib() {
         let file = ModelFile::open(&path).expect("the model opens");
         let config = ModelConfig::read(&file).expect("the model has a configuration");
         let kv = limits.blocks * BLOCK_TOKENS * config.kv_bytes_per_token();
-        (file.weights().file_bytes() as f64 / MIB, kv as f64 / MIB)
+        (file.weights().expect("a file").file_bytes() as f64 / MIB, kv as f64 / MIB)
     };
     let empty = status("VmRSS:");
     let rig = Rig::new(&path, 2, limits);

@@ -33,13 +33,13 @@ enum Way {
 /// embedding are one matrix, the token's logit would be NaN in every row.
 fn poisoned(folder: &Folder, model: &Path, embed: &str, nan: u16) -> PathBuf {
     let file = ModelFile::open(model).expect("the fixture opens");
-    let mut bytes = std::fs::read(file.weights().path()).expect("the fixture can be read");
-    let tensor = file.weights().tensor(embed).expect("it is there");
-    let start = file.weights().find(embed).expect("it is there").range.start;
+    let mut bytes = std::fs::read(file.weights().expect("a file").path()).expect("the fixture can be read");
+    let tensor = file.weights().expect("a file").tensor(embed).expect("it is there");
+    let start = file.weights().expect("a file").find(embed).expect("it is there").range.start;
     assert_eq!(tensor.n_bytes(), tensor.rows() * tensor.cols() * 2, "two bytes a value");
     let row = start + POISON as usize * tensor.cols() * 2;
     bytes[row..row + 2 * tensor.cols()].as_chunks_mut().0.iter_mut().for_each(|value| *value = nan.to_le_bytes());
-    let name = file.weights().path().file_name().expect("a file").to_str().expect("ASCII");
+    let name = file.weights().expect("a file").path().file_name().expect("a file").to_str().expect("ASCII");
     folder.write(name, bytes)
 }
 

@@ -48,10 +48,17 @@ fn decode_steps_are_as_reviewed() {
 fn the_plan_is_what_loading_takes() {
     let limits = limits(256);
     // Two matrices of the last one have eight rows of 128 BF16 that fill a tile.
-    for (name, filling) in
-        [("tiny/llama", 0), ("tiny/qwen2", 0), ("tiny/gemma3", 0), ("deepseek-v4-tiny/native", 2 * 8 * 128 * 2)]
-    {
-        let file = ModelFile::open(&root().join("tests/fixtures").join(name)).expect("opens");
+    let fixture = |name: &str| root().join("tests/fixtures").join(name);
+    for (path, filling) in [
+        (fixture("tiny/llama"), 0),
+        (fixture("tiny/qwen2"), 0),
+        (fixture("tiny/gemma3"), 0),
+        (fixture("deepseek-v4-tiny/native"), 2 * 8 * 128 * 2),
+        // Likewise, of 256 F16.
+        (PathBuf::from("synthetic:deepseek-v4-tiny"), 2 * 8 * 256 * 2),
+    ] {
+        let name = path.display();
+        let file = ModelFile::open(&path).expect("opens");
         let config = ModelConfig::read(&file).expect("a configuration");
         let plan = Plan::new(&file, &config, &limits, 2, 64).expect("a plan");
         let mut dev = Cpu::new(2, limits);

@@ -51,6 +51,12 @@ pub enum OpenError {
         /// The folder.
         folder: PathBuf,
     },
+    /// A model of random weights is asked for text.
+    #[error("{name}: a model of random weights has no tokenizer; arc inspect and arc eval logits need none")]
+    Random {
+        /// Its name.
+        name: String,
+    },
     /// The tokenizer in the model file.
     #[error("{}: {source}", path.display())]
     Tokenizer {
@@ -170,14 +176,15 @@ impl Described {
         match &*self.file {
             ModelFile::Gguf(file) => file.metadata().get_str("general.name").map_or_else(|_| stem(), str::to_owned),
             ModelFile::Safetensors(_) => stem(),
+            ModelFile::Synthetic(model) => model.name.clone(),
         }
     }
 
     /// The format that holds most bytes of the weights, as `q4_1`.
     pub fn main_format(&self) -> String {
-        let mut bytes = std::collections::BTreeMap::<&str, usize>::new();
-        for tensor in self.file.weights().tensors() {
-            *bytes.entry(tensor.type_name).or_default() += tensor.range.len();
+        let mut bytes = std::collections::BTreeMap::<&str, u64>::new();
+        for tensor in self.file.contents() {
+            *bytes.entry(tensor.type_name).or_default() += tensor.n_bytes;
         }
         bytes.into_iter().max_by_key(|(_, n)| *n).map_or_else(String::new, |(name, _)| name.to_lowercase())
     }
@@ -185,7 +192,7 @@ impl Described {
     /// Parameters in all tensors.
     pub fn parameters(&self) -> u64 {
         let count = |dims: &[usize]| dims.iter().map(|d| *d as u64).product::<u64>();
-        self.file.weights().tensors().iter().map(|t| count(&t.shape)).sum()
+        self.file.contents().iter().map(|t| count(&t.shape)).sum()
     }
 }
 

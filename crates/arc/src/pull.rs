@@ -14,6 +14,8 @@ use std::{
 
 use indicatif::{ProgressBar, ProgressStyle};
 
+use arc_engine::load::synthetic::Synthetic;
+
 use crate::config::suggestion;
 
 /// A model that can be named.
@@ -133,7 +135,8 @@ pub fn entry(name: &str) -> Result<&'static Entry, PullError> {
     })
 }
 
-/// The file of a model: `model` is a name of [`MODELS`], or the path of a file or folder, which is used as it is.
+/// The file of a model: `model` is a name of [`MODELS`], or the path of a file or folder, or the name of a model of random
+/// weights; the last two are used as they are.
 ///
 /// A named model that is not in the cache is pulled. A cached file is trusted by its size, since it was checked before it
 /// got its name; [`pull`] checks the sum again.
@@ -146,6 +149,9 @@ pub fn resolve(model: &str, options: &PullOptions) -> Result<PathBuf, PullError>
         return pull(entry, options).map(|pulled| pulled.path);
     }
     let path = Path::new(model);
+    if Synthetic::is_name(model) {
+        return Ok(path.to_owned());
+    }
     let looks_like_path = model.contains('/') || model.contains('\\') || path.extension().is_some_and(is_model_file);
     if path.exists() {
         Ok(path.to_owned())

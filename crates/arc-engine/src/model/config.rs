@@ -132,8 +132,11 @@ impl DecoderConfig {
         let config = match file {
             ModelFile::Gguf(gguf) => gguf::read(gguf)?,
             ModelFile::Safetensors(safetensors) => json::read(safetensors)?,
+            ModelFile::Synthetic(_) => {
+                return Err(bad(file.path(), "the name", "is of no model of this architecture".to_owned()));
+            }
         };
-        config.check(file.weights().path())?;
+        config.check(file.path())?;
         Ok(config)
     }
 

@@ -17,7 +17,7 @@ use arc_device::ops::matmul::MatrixSource;
 use arc_device::step::{Limits, Part, StepKey};
 use arc_device::{Alloc, Buffers, KvLayer, MemoryClass, Norm, Ops, QkvConfig};
 
-use super::config::{DecoderConfig, RopeTable};
+use super::config::{DecoderConfig, RopeTable, bad};
 use super::names::{Names, Which};
 use crate::load::{LoadError, ModelFile, TensorRef, Weights};
 
@@ -120,7 +120,9 @@ impl<D: Ops + Alloc> Decoder<D> {
         config: &DecoderConfig,
         limits: &Limits,
     ) -> std::result::Result<Self, LoadError> {
-        let mut loader = Loader { weights: file.weights(), names: Names::of(file), config };
+        let no_file = || bad(file.path(), "the weights", "must lie in a file".to_owned());
+        let (weights, names) = (file.weights().ok_or_else(no_file)?, Names::of(file));
+        let mut loader = Loader { weights, names, config };
         let c = config;
         let (q, kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
         let embed = loader.matrix(dev, &[(Which::Embed, 0, c.vocab, c.hidden)])?;

@@ -41,7 +41,7 @@ pub(super) enum Names {
 impl Names {
     pub fn of(file: &ModelFile) -> Names {
         match file {
-            ModelFile::Gguf(_) => Names::Gguf,
+            ModelFile::Gguf(_) | ModelFile::Synthetic(_) => Names::Gguf,
             ModelFile::Safetensors(file) => {
                 let sandwich = file.weights().find("model.layers.0.pre_feedforward_layernorm.weight").is_some();
                 Names::Safetensors { sandwich }

@@ -43,6 +43,7 @@ pub struct Args {
 pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     let model = open_model(&args.model, config)?;
     let tokens = match model.tokenizer() {
+        Err(OpenError::Random { .. }) => format!("{} tokens", model.config.shape().vocab),
         Ok(tokenizer) => format!("{} tokens", tokenizer.n_vocab()),
         // All else can be told; a tokenizer that is there but wrong is an error like any other.
         Err(OpenError::NoTokenizer { .. }) => {
@@ -139,18 +140,19 @@ struct Class {
 
 fn tensors(model: &Described, out: &mut impl Write) -> io::Result<()> {
     let mut classes = BTreeMap::<String, Class>::new();
-    for tensor in model.file.weights().tensors() {
+    let contents = model.file.contents();
+    for tensor in &contents {
         let parts = tensor.name.split('.').map(|p| if p.bytes().all(|b| b.is_ascii_digit()) { "*" } else { p });
         let class = classes.entry(parts.collect::<Vec<_>>().join(".")).or_default();
         class.count += 1;
-        class.bytes += tensor.range.len() as u64;
+        class.bytes += tensor.n_bytes;
         let dims: Vec<String> = tensor.shape.iter().map(usize::to_string).collect();
         *class.shapes.entry(dims.join(" x ")).or_default() += 1;
         *class.formats.entry(tensor.type_name).or_default() += 1;
     }
     let total: u64 = classes.values().map(|c| c.bytes).sum();
     let width = classes.keys().map(|k| k.chars().count()).max().unwrap_or(0);
-    writeln!(out, "\ntensors: {}, {}", model.file.weights().tensors().len(), mib(total))?;
+    writeln!(out, "\ntensors: {}, {}", contents.len(), mib(total))?;
     for (name, class) in &classes {
         let list = |map: &BTreeMap<String, usize>| match map.len() {
             1 => map.keys().next().cloned().unwrap_or_default(),

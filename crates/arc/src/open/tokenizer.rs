@@ -19,6 +19,7 @@ pub(super) fn read(file: &ModelFile) -> Result<Tokenizer, OpenError> {
             Tokenizer::from_spec(spec).map_err(|e| OpenError::tokenizer(path, e))
         }
         ModelFile::Safetensors(file) => json_tokenizer(file),
+        ModelFile::Synthetic(model) => Err(OpenError::Random { name: model.name.clone() }),
     }
 }
 

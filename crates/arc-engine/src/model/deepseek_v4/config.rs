@@ -8,9 +8,10 @@ use arc_device::ops::hc::{HcConfig, STREAMS};
 use arc_device::ops::index::{IndexConfig, MAX_INDEX_DIM, MAX_TOP};
 use arc_device::ops::latent::{LatentConfig, MAX_DIM, ROPE_DIM, RowFormat};
 use arc_device::ops::quant::{FP8_INPUT_BLOCK, INDEX_DIM, Inputs};
-use arc_device::ops::router::{MAX_CHOSEN, MAX_EXPERTS};
+use arc_device::ops::router::{MAX_CHOSEN, MAX_EXPERTS, RouterConfig};
 use arc_device::ops_v4::ExpertConfig;
 
+use crate::load::synthetic::V4Sizes;
 use crate::load::{LoadError, ModelFile};
 use crate::model::config::bad;
 
@@ -125,11 +126,56 @@ impl V4Config {
         let read = match file {
             ModelFile::Gguf(file) => gguf::read(file)?,
             ModelFile::Safetensors(file) => json::read(file)?,
+            ModelFile::Synthetic(model) => Some((file.path().to_owned(), V4Config::of_sizes(&model.sizes))),
         };
         let Some((path, mut config)) = read else { return Ok(None) };
         config.check(&path)?;
         config.set_numerics(Numerics::Serving);
         Ok(Some(config))
+    }
+
+    /// Of a model of random weights; what its sizes do not fix is as in the released models.
+    fn of_sizes(sizes: &V4Sizes) -> V4Config {
+        let eps = 1e-6;
+        let kind = |idx: usize| match sizes.layer(idx).ratio {
+            0 => LayerKind::Window,
+            4 => LayerKind::Sparse,
+            _ => LayerKind::Heavy,
+        };
+        V4Config {
+            vocab: sizes.vocab,
+            context: sizes.context,
+            layers: (0..sizes.n_layers()).map(kind).collect(),
+            hashed_layers: sizes.n_hash_layers,
+            q_rank: sizes.q_rank,
+            attention: LatentConfig {
+                heads: sizes.n_heads,
+                dim: sizes.head_dim,
+                window: sizes.window,
+                groups: sizes.o_groups,
+                group_out: sizes.o_rank,
+                scale: 1.0 / (sizes.head_dim as f32).sqrt(),
+                eps,
+            },
+            index: IndexConfig { heads: sizes.index_heads, dim: sizes.index_dim, top: sizes.index_top },
+            hc: HcConfig { dim: sizes.hidden, iterations: 20, eps: 1e-6, norm_eps: eps },
+            experts: ExpertConfig {
+                router: RouterConfig {
+                    experts: sizes.n_experts,
+                    chosen: sizes.experts_per_token,
+                    scale: sizes.routed_scale,
+                },
+                hidden: sizes.hidden,
+                ffn: sizes.expert_dim,
+                limit: sizes.swiglu_limit,
+                inputs: Inputs::F32,
+            },
+            rope_base: 1e4,
+            compress_rope_base: 1.6e5,
+            yarn: Yarn { factor: 16.0, beta_fast: 32.0, beta_slow: 1.0, original: 65536.0 },
+            draft: false,
+            numerics: Numerics::Reference,
+        }
     }
 
     /// Limits that keep every product far from an overflow, and what the stages assume.

@@ -23,9 +23,9 @@ impl<D: OpsV4 + Alloc> DeepseekV4<D> {
     /// Loads a checked configuration's weights, every tensor's shape being compared with it first, and allocates state
     /// and workspace. Errors name the tensor.
     pub fn load(dev: &mut D, file: &ModelFile, config: &V4Config, limits: &Limits) -> Result<Self> {
-        config.check_numerics(file.weights().path())?;
+        config.check_numerics(file.path())?;
         let keep_codes = config.numerics() == Numerics::Serving;
-        let read = Reader::new(file, config.experts.router.experts, keep_codes);
+        let read = Reader::new(file, config.experts.router.experts, keep_codes, D::READS_VALUES);
         let loader = Loader { read, c: config };
         let (c, hidden) = (config, config.hc.dim);
         loader.check_kinds()?;
