@@ -21,6 +21,7 @@
 mod config;
 mod draft;
 mod load;
+mod report;
 mod weights;
 
 use arc_device::error::Result;
@@ -34,6 +35,7 @@ use arc_device::{Buffers, Norm};
 use draft::Draft;
 
 pub use config::{LayerKind, NAME, Numerics, V4Config, Yarn, rope_row};
+pub use report::{ClassRow, Report, SequenceState};
 
 /// One layer's weights.
 struct Layer<D: Buffers> {

@@ -21,7 +21,10 @@ use arc_engine::{
         ModelFile,
         gguf::{Array, Value},
     },
-    model::Plan,
+    model::{
+        ModelConfig, Plan,
+        deepseek_v4::{Report, V4Config},
+    },
 };
 
 use super::{EngineFlags, open_model, serve};
@@ -66,6 +69,9 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     )?;
     metadata(&model, &mut out)?;
     tensors(&model, &mut out)?;
+    if let ModelConfig::DeepseekV4(v4) = &model.config {
+        v4_table(&Report::new(&model.file, v4), v4, &mut out)?;
+    }
     memory(&plan, &model.limits(config, serve::SIZES)?, &mut out)?;
     if args.step_trace {
         writeln!(out, "\nstages of a decode step: bytes of weights, bytes of KV cache, shapes")?;
@@ -93,6 +99,36 @@ fn memory(plan: &Plan, limits: &Limits, out: &mut impl Write) -> io::Result<()> 
         }
     }
     writeln!(out, "  {:<9}  {:<width$} {:>12}", "total", "", mib(plan.memory.total_bytes()))
+}
+
+/// What DeepSeek-V4 has beside a decoder's few lines. MB: a million bytes.
+fn v4_table(report: &Report, config: &V4Config, out: &mut impl Write) -> io::Result<()> {
+    let mb = |bytes: u64| format!("{:.1} MB", bytes as f64 / 1e6);
+    let billions = |n: u64| format!("{:.2} B", n as f64 / 1e9);
+    writeln!(out, "\nnumerics: {}", config.numerics().name())?;
+    write!(out, "trunk: {:.1} B parameters, {} tensors", report.parameters() as f64 / 1e9, report.tensors)?;
+    match report.released_tensors.filter(|&released| released != report.tensors) {
+        Some(released) => writeln!(out, ", {released} as released")?,
+        None => writeln!(out)?,
+    }
+    writeln!(out, "  {:<22} {:>10} {:>12} {:>14}", "weights", "parameters", "bytes", "a token reads")?;
+    for row in &report.classes {
+        let (parameters, bytes, read) = (billions(row.parameters), mb(row.bytes), mb(row.read_bytes));
+        writeln!(out, "  {:<22} {parameters:>10} {bytes:>12} {read:>14}", row.class.name())?;
+    }
+    let (parameters, bytes, read) = (billions(report.parameters()), mb(report.bytes()), mb(report.read_bytes()));
+    writeln!(out, "  {:<22} {parameters:>10} {bytes:>12} {read:>14}", "total")?;
+    writeln!(out, "  {:<22} {:>10} {:>12}", "draft block", "", mb(report.draft_bytes))?;
+    let state = report.sequence;
+    writeln!(
+        out,
+        "a sequence: {} of window rows, {} and {} of compressor rings (by 4, by 128), {} bytes of rows a token",
+        mb(state.window as u64),
+        mb(state.sparse_rings as u64),
+        mb(state.heavy_rings as u64),
+        report.kv_bytes_per_token
+    )?;
+    writeln!(out, "rope tables: {} bytes a position", report.rope_bytes_per_position)
 }
 
 fn metadata(model: &Described, out: &mut impl Write) -> io::Result<()> {

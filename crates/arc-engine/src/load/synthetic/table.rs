@@ -498,6 +498,64 @@ impl GgufNames {
     }
 }
 
+/// What a tensor of a DeepSeek-V4 is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Role {
+    /// Its line in tables.
+    pub class: Class,
+    /// How much of it a token reads.
+    pub reads: Reads,
+    /// Whether it is of a block behind the trunk.
+    pub draft: bool,
+}
+
+/// What tensors are for, by their released names or GGUF's.
+#[derive(Clone, Debug)]
+pub struct Roles {
+    n_layers: usize,
+    /// Names inside a layer or an MTP block, and at the top; of either kind, without `.weight` and `.scale`.
+    block: BTreeMap<&'static str, (Class, Reads)>,
+    top: BTreeMap<&'static str, (Class, Reads)>,
+}
+
+impl Roles {
+    /// For a trunk of this many layers.
+    pub fn new(n_layers: usize) -> Self {
+        let s = V4Sizes::tiny();
+        let both = [V4Layer { ratio: 4, hash: false }, V4Layer { ratio: 4, hash: true }];
+        let names = |entry: Entry| [entry.released, entry.gguf].map(|name| (bare(name), (entry.class, entry.reads)));
+        Self {
+            n_layers,
+            block: both.into_iter().flat_map(|kind| layer(&s, kind)).chain(mtp(&s)).flat_map(names).collect(),
+            top: top(&s).into_iter().flat_map(names).collect(),
+        }
+    }
+
+    /// The role of the tensor of that name; `None` for a name that no DeepSeek-V4 has.
+    pub fn of(&self, name: &str) -> Option<Role> {
+        let mut parts = bare(name).splitn(3, '.');
+        let (block, idx, rest) = (parts.next()?, parts.next().and_then(number), parts.next());
+        let (found, draft) = match (block, idx, rest) {
+            ("layers" | "blk", Some(layer), Some(rest)) => (self.in_block(rest), layer >= self.n_layers),
+            ("mtp", Some(_), Some(rest)) => (self.in_block(rest), true),
+            _ => (self.top.get(bare(name)), false),
+        };
+        found.map(|&(class, reads)| Role { class, reads, draft })
+    }
+
+    fn in_block(&self, name: &str) -> Option<&(Class, Reads)> {
+        let expert = name.strip_prefix("ffn.experts.").and_then(|rest| rest.split_once('.'));
+        match expert {
+            Some((_, matrix)) => self.block.get(format!("ffn.experts.{{e}}.{matrix}").as_str()),
+            None => self.block.get(name),
+        }
+    }
+}
+
+fn bare(name: &str) -> &str {
+    name.strip_suffix(".weight").or_else(|| name.strip_suffix(".scale")).unwrap_or(name)
+}
+
 /// A number as names have it: digits, no leading zero.
 fn number(text: &str) -> Option<usize> {
     let number = text.parse::<usize>().ok()?;

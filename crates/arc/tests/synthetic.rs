@@ -1,0 +1,41 @@
+//! Models of random weights on the command line: no file, and for `arc inspect` nothing is made either.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{arc, refused};
+
+/// The table of DeepSeek-V4-Flash, in a process that may not hold a fraction of it.
+#[test]
+fn inspect_shows_what_flash_takes() {
+    let output = arc()
+        .args(["inspect", "synthetic:deepseek-v4-flash", "--step-trace", "--slots", "1"])
+        .output()
+        .expect("the binary is built");
+    let page = String::from_utf8(output.stdout).expect("UTF-8");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let line = |start: &str| page.lines().find(|line| line.trim_start().starts_with(start)).unwrap_or_default();
+    assert_eq!(line("numerics:"), "numerics: serving");
+    assert_eq!(line("trunk:"), "trunk: 284.3 B parameters, 1328 tensors, 67612 as released");
+    for (class, read) in [("attention projections", "4886.5 MB"), ("routed experts", "1826.1 MB")] {
+        assert!(line(class).ends_with(read), "{page}");
+    }
+    let total = page.lines().find(|line| line.contains("MB") && line.trim_start().starts_with("total"));
+    assert!(total.is_some_and(|line| line.ends_with("9556.4 MB")), "{total:?}");
+    assert_eq!(
+        line("a sequence:"),
+        "a sequence: 3.6 MB of window rows, 3.4 MB and 11.8 MB of compressor rings (by 4, by 128), 3788 bytes of rows a \
+         token"
+    );
+    assert_eq!(line("rope tables:"), "rope tables: 512 bytes a position");
+    assert_eq!(page.lines().filter(|line| line.trim_start().starts_with("attn_latent")).count(), 43);
+}
+
+#[test]
+fn names_that_are_wrong_and_text_are_refused() {
+    let quick = Duration::from_secs(5);
+    refused(arc().args(["inspect", "synthetic:deepseek-v5"]), b"", 1, "must be synthetic: and one of", quick);
+    refused(arc().args(["inspect", "synthetic:deepseek-v4-tiny,experts=3"]), b"", 1, "must be from 4", quick);
+    refused(arc().args(["run", "synthetic:deepseek-v4-tiny", "hello"]), b"", 1, "has no tokenizer", quick);
+}
