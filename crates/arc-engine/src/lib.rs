@@ -6,6 +6,7 @@ pub mod burst;
 pub mod engine;
 pub mod grammar;
 pub mod load;
+pub mod logits;
 pub mod model;
 pub mod request;
 pub mod runner;

@@ -49,7 +49,7 @@ enum Command {
     Serve(serve::Args),
     /// Measure prefill and decode speed
     Bench(bench::Args),
-    /// Measure how well a model predicts a text
+    /// Measure how well a model predicts a text, or write down its logits
     Eval(eval::Args),
     /// Show what is in a model file and what it would take to run it
     Inspect(inspect::Args),

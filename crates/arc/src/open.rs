@@ -14,7 +14,7 @@ use arc_device::{
 use arc_engine::{
     engine::{self, EngineConfig, EngineHandle, SampleOn as EngineSampleOn, Switches},
     load::{LoadError, ModelFile},
-    model::{Model, ModelConfig, Plan},
+    model::{Model, ModelConfig, Plan, deepseek_v4::Numerics},
     runner::Runner,
     scheduler::buckets::Buckets,
 };
@@ -89,6 +89,14 @@ pub enum OpenError {
         /// The model's.
         model: usize,
     },
+    /// Arithmetic that the architecture does not have.
+    #[error("{arch} has serving numerics only, not {asked}")]
+    Numerics {
+        /// The architecture.
+        arch: &'static str,
+        /// What was asked for.
+        asked: &'static str,
+    },
     /// The engine did not start.
     #[error("{0}")]
     Start(String),
@@ -132,6 +140,18 @@ impl Described {
         let file = ModelFile::open(path)?;
         let config = ModelConfig::read(&file)?;
         Ok(Described { path: path.to_owned(), file: Arc::new(file), config })
+    }
+
+    /// Chooses the arithmetic, before loading. Errors: the model has no such choice.
+    pub fn set_numerics(&mut self, numerics: Numerics) -> Result<(), OpenError> {
+        match &mut self.config {
+            ModelConfig::DeepseekV4(config) => config.set_numerics(numerics),
+            ModelConfig::Decoder(_) if numerics == Numerics::Serving => {}
+            ModelConfig::Decoder(_) => {
+                return Err(OpenError::Numerics { arch: self.config.arch(), asked: numerics.name() });
+            }
+        }
+        Ok(())
     }
 
     /// The tokenizer, checked against the vocabulary of the weights.
@@ -202,6 +222,13 @@ pub struct Running {
     pub engine: EngineHandle,
     /// Tokenizer and template.
     pub text: Arc<ModelText>,
+}
+
+/// Loads a described model, for steps that the caller runs itself.
+pub fn load(described: &Described, config: &Config, limits: &Limits) -> Result<Runner<Cpu>, OpenError> {
+    let mut device = Cpu::new(threads(config), *limits);
+    let model = Model::load(&mut device, &described.file, &described.config, limits)?;
+    Ok(Runner::new(device, model))
 }
 
 /// Loads a described model and starts its engine.

@@ -1,4 +1,6 @@
-//! `arc eval`: how well a model predicts a text.
+//! `arc eval`: how well a model predicts a text, and what exactly it computes.
+
+mod logits;
 
 use std::{
     collections::VecDeque,
@@ -41,6 +43,8 @@ pub struct Args {
 enum What {
     /// Perplexity of a text
     Ppl(PplArgs),
+    /// Logits of every token of a prompt, to compare with another implementation
+    Logits(logits::Args),
 }
 
 #[derive(Debug, clap::Args)]
@@ -65,13 +69,21 @@ struct PplArgs {
 impl Args {
     /// Settings that were given as flags.
     pub fn given(&self) -> Vec<(String, String)> {
-        let What::Ppl(args) = &self.what;
-        args.flags.given()
+        match &self.what {
+            What::Ppl(args) => args.flags.given(),
+            What::Logits(args) => args.flags.given(),
+        }
     }
 }
 
 pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
-    let What::Ppl(args) = &args.what;
+    match &args.what {
+        What::Ppl(args) => perplexity(args, config),
+        What::Logits(args) => logits::run(args, config),
+    }
+}
+
+fn perplexity(args: &PplArgs, config: &Config) -> Result<ExitCode> {
     let name = args.file.display().to_string();
     let file = File::open(&args.file).with_context(|| format!("cannot open {name}"))?;
     let text = String::from_utf8(read_bounded(file, &name)?).map_err(|e| {
