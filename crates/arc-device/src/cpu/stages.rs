@@ -42,7 +42,7 @@ fn fill_normed(
 }
 
 /// `put(n, out[r, n], product)` for every output of every row: `out` is `[rows, w.rows]`. Generic, so that `put` is inlined.
-fn product(
+pub(super) fn product(
     team: &mut Team,
     acts: &Activations,
     w: &PackedMatrix,

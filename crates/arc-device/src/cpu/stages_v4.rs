@@ -2,6 +2,7 @@
 
 use super::Cpu;
 use super::buf::{Aligned, Shared};
+use super::stages::product;
 use super::state::{RowInfo, State};
 use super::team::Team;
 use crate::Norm;
@@ -32,11 +33,7 @@ impl Cpu {
     ) {
         self.count_matmul(w);
         self.acts.fill(&mut self.team, w, rows, prepare);
-        let (out, stride) = (out.shared(), w.rows);
-        matmul(&mut self.team, w, &self.acts, rows, &|first, lanes, row, block| {
-            // SAFETY: a tile's columns are written by the task that has the tile.
-            unsafe { store(out, stride, first, lanes, row, block, |_, out, value| *out = value) };
-        });
+        product(&mut self.team, &self.acts, w, out.shared(), rows, |_, out, value| *out = value);
     }
 }
 
