@@ -41,6 +41,26 @@ pub enum DeviceError {
         /// What was asked for.
         what: String,
     },
+    /// There is no such device on this machine, or this build cannot use it.
+    #[error("no {device} device: {why}")]
+    Unavailable {
+        /// Device name.
+        device: &'static str,
+        /// What is missing, and what to do.
+        why: String,
+    },
+    /// A call of the CUDA driver failed. Whatever was in flight is lost.
+    #[error("{call} failed at {stage}: {message} (code {code})")]
+    Cuda {
+        /// The driver's function.
+        call: &'static str,
+        /// The kernel or the phase.
+        stage: &'static str,
+        /// The driver's code.
+        code: i32,
+        /// What the driver says of it.
+        message: String,
+    },
     /// A step key that was not prepared at warm-up.
     #[error("step {key} was not recorded at warm-up")]
     UnknownStep {

@@ -29,6 +29,7 @@
 
 pub mod count;
 pub mod cpu;
+pub mod cuda;
 pub mod error;
 pub mod format;
 pub mod map;

@@ -38,6 +38,7 @@
 mod tests;
 
 pub(crate) mod cpu;
+pub mod cuda;
 pub(crate) mod kernel;
 pub(crate) mod pack;
 

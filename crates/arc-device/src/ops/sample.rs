@@ -26,6 +26,7 @@
 
 mod compact;
 pub mod cpu;
+pub(crate) mod cuda;
 pub mod dry;
 mod passes;
 mod process;

@@ -1,0 +1,62 @@
+//! Comparing what two devices computed.
+
+use crate::suite::Verdict;
+
+/// The same bits everywhere; NaN equals NaN of the same bits.
+pub fn equal_bits(want: &[f32], got: &[f32]) -> Verdict {
+    if want.len() != got.len() {
+        return Err(format!("{} values, {} wanted", got.len(), want.len()));
+    }
+    let wrong = want.iter().zip(got).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+    match want.iter().zip(got).position(|(a, b)| a.to_bits() != b.to_bits()) {
+        None => Ok(format!("{} values", want.len())),
+        Some(at) => {
+            Err(format!("{wrong} of {} differ, first at {at}: {:e} wanted, {:e}", want.len(), want[at], got[at]))
+        }
+    }
+}
+
+/// The same values of any kind.
+pub fn equal<T: PartialEq + std::fmt::Debug>(want: &[T], got: &[T]) -> Verdict {
+    if want.len() != got.len() {
+        return Err(format!("{} values, {} wanted", got.len(), want.len()));
+    }
+    match want.iter().zip(got).position(|(a, b)| a != b) {
+        None => Ok(format!("{} values", want.len())),
+        Some(at) => Err(format!("first difference at {at} of {}: {:?} wanted, {:?}", want.len(), want[at], got[at])),
+    }
+}
+
+/// `|want - got| <= abs + rel * |want|` everywhere; NaN positions must agree.
+pub fn within(want: &[f32], got: &[f32], abs: f32, rel: f32) -> Verdict {
+    if want.len() != got.len() {
+        return Err(format!("{} values, {} wanted", got.len(), want.len()));
+    }
+    let (mut worst, mut at) = (0.0, 0);
+    for (i, (&a, &b)) in want.iter().zip(got).enumerate() {
+        if a.is_nan() || b.is_nan() {
+            if a.is_nan() != b.is_nan() {
+                return Err(format!("at {i}: {a:e} wanted, {b:e}"));
+            }
+            continue;
+        }
+        if a == b {
+            continue;
+        }
+        let share = (a - b).abs() / (abs + rel * a.abs());
+        if share > worst || share.is_nan() {
+            (worst, at) = (if share.is_nan() { f32::INFINITY } else { share }, i);
+        }
+    }
+    let text = format!("largest error {worst:.3} of the bound, at {at}: {:e} wanted, {:e}", want[at], got[at]);
+    if worst <= 1.0 { Ok(text) } else { Err(text) }
+}
+
+/// All of several verdicts; the first failure, or the last remark.
+pub fn all(verdicts: impl IntoIterator<Item = Verdict>) -> Verdict {
+    let mut last = String::new();
+    for verdict in verdicts {
+        last = verdict?;
+    }
+    Ok(last)
+}

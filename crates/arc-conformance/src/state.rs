@@ -1,0 +1,127 @@
+//! Slots, row tables and the ring: what is told of a step that computes nothing.
+
+use arc_device::ops::sample::SamplerConfig;
+use arc_device::step::{BLOCK_TOKENS, CtxClass, Landed, Part, Row, SlotInit, StepDelta, StepKey, row_flags};
+use arc_device::{Landing, Ops, Steps};
+
+use crate::inputs::Rng;
+use crate::suite::{Pair, Suite, Verdict, limits, shape};
+
+/// Row tables, good and bad, and what lands of them.
+pub fn cases(suite: &mut Suite) {
+    for seed in 0..8 {
+        suite.case(&format!("state/tables/{seed}"), |suite| tables(suite, seed));
+    }
+    suite.measure("state/empty_step", |suite| {
+        let mut pair = suite.pair(limits(256, 4096));
+        pair.finish(&shape(1000, 64));
+        let mut text = Vec::new();
+        for rows in [1, 8, 64, 256] {
+            pair.gpu.stage(&StepDelta { rows: Some(vec![padding(); rows]), ..StepDelta::default() }).expect("staged");
+            let key = StepKey { rows: rows as u32, heads: 256, ctx: CtxClass::Short, part: Part::Forward };
+            let us = pair.gpu.bench(key, 50, &mut |dev| dev.commit(rows, rows)).expect("it runs");
+            text.push(format!("commit of {rows}: {us:.2} us"));
+        }
+        Ok(text.join(", "))
+    });
+}
+
+fn padding() -> Row {
+    Row { flags: row_flags::PADDING, ..Row::default() }
+}
+
+fn admit(slot: usize, blocks: Vec<u32>, pos: u32) -> SlotInit {
+    SlotInit {
+        slot: slot as u16,
+        generation: 7 + slot as u32,
+        max_out: 5,
+        flags: 0,
+        stop_ids: vec![3],
+        sampling: SamplerConfig::default(),
+        blocks,
+        penalty_prompt: Vec::new(),
+        pos,
+        logprobs: None,
+        prompt_top: 0,
+    }
+}
+
+/// Steps of random tables on both devices: rows in and out of order, out of range, of ended slots, in others' blocks.
+/// Only what `INERT` and `OUT_OF_RANGE` say is compared, since nothing is drawn.
+fn tables(suite: &Suite, seed: u64) -> Verdict {
+    let mut rng = Rng(seed);
+    let mut pair = suite.pair(limits(64, 256));
+    pair.finish(&shape(100, 64));
+    let per = 256 / BLOCK_TOKENS;
+    let slots = 12;
+    let mut delta = StepDelta::default();
+    for slot in 0..slots {
+        let held = 1 + rng.below(per);
+        let mut blocks: Vec<u32> = (0..held).map(|b| (slot * per + b) as u32).collect();
+        if rng.below(6) == 0 {
+            // A block that a neighbour has, or that is not there.
+            blocks[0] = if rng.below(2) == 0 { ((slot + 1) % slots * per) as u32 } else { 1 << 20 };
+        }
+        delta.admit.push(admit(slot, blocks, rng.below(40) as u32));
+    }
+    pair.stage(&delta);
+    let mut compared = 0;
+    for step in 1..=6 {
+        let mut rows = Vec::new();
+        for slot in 0..slots {
+            let n = rng.below(4);
+            for i in 0..n {
+                let skew = if rng.below(24) == 0 { 1 } else { 0 };
+                let flags = if i + 1 == n { row_flags::HEAD } else { 0 };
+                let token = if rng.below(40) == 0 { 100 } else { rng.below(100) as u32 };
+                rows.push(Row { slot: slot as u16, flags, offset: (i + skew) as u32, token, target: 0 });
+            }
+        }
+        rows.resize(rows.len().max(1), padding());
+        let n = rows.len();
+        let release = if rng.below(3) == 0 { vec![rng.below(slots) as u16] } else { Vec::new() };
+        pair.stage(&StepDelta { rows: Some(rows.clone()), release, ..StepDelta::default() });
+        let key = StepKey { rows: n as u32, heads: 64, ctx: CtxClass::Short, part: Part::Whole };
+        let heads = rows.iter().filter(|row| row.flags & row_flags::HEAD != 0).count();
+        let (want, got) = (land(&mut pair, key, n, heads, step)?, land_gpu(&mut pair, key, n, heads, step)?);
+        for (h, (want, got)) in want.iter().zip(&got).enumerate() {
+            if (want.slot, want.generation, want.flags) != (got.slot, got.generation, got.flags) {
+                return Err(format!("step {step}, head row {h}: {want:?} wanted, {got:?}; rows {rows:?}"));
+            }
+            compared += 1;
+        }
+    }
+    Ok(format!("{compared} head rows"))
+}
+
+fn land(pair: &mut Pair, key: StepKey, rows: usize, heads: usize, step: u64) -> Result<Vec<Landed>, String> {
+    let cpu = &mut pair.cpu;
+    let mut logits = arc_device::Alloc::alloc(cpu, "logits", arc_device::MemoryClass::Workspace, 64 * 100)
+        .map_err(|error| error.to_string())?;
+    cpu.step(key, &mut |dev| {
+        dev.sample(&mut logits, heads)?;
+        dev.commit(rows, heads)
+    })
+    .map_err(|error| error.to_string())?;
+    cpu.read_to(step);
+    Ok((0..heads).map(|h| cpu.landed(step, h)).collect())
+}
+
+fn land_gpu(pair: &mut Pair, key: StepKey, rows: usize, heads: usize, step: u64) -> Result<Vec<Landed>, String> {
+    let gpu = &mut pair.gpu;
+    let mut logits = arc_device::Alloc::alloc(gpu, "logits", arc_device::MemoryClass::Workspace, 64 * 100)
+        .map_err(|error| error.to_string())?;
+    gpu.step(key, &mut |dev| {
+        dev.sample(&mut logits, heads)?;
+        dev.commit(rows, heads)
+    })
+    .map_err(|error| error.to_string())?;
+    while Landing::head(gpu) < step {
+        if gpu.poll().map_err(|error| error.to_string())? == arc_device::StreamState::Idle && Landing::head(gpu) < step
+        {
+            return Err(format!("the stream is idle and step {step} has not landed"));
+        }
+    }
+    gpu.read_to(step);
+    Ok((0..heads).map(|h| gpu.landed(step, h)).collect())
+}

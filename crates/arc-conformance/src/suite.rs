@@ -1,0 +1,156 @@
+//! Runs cases, one line each, and counts what failed.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::ExitCode;
+use std::time::Instant;
+
+use arc_device::cpu::Cpu;
+use arc_device::cuda::{Cuda, CudaOptions};
+use arc_device::error::Result as DeviceResult;
+use arc_device::step::{CtxClass, Limits, Part, Row, StepDelta, StepKey, row_flags};
+use arc_device::{Alloc, Landing, ModelShape};
+
+/// What a case found: a remark, or what was wrong.
+pub type Verdict = Result<String, String>;
+
+/// The cases, and what became of them.
+pub struct Suite {
+    ordinal: usize,
+    perf: bool,
+    filters: Vec<String>,
+    passed: usize,
+    failed: Vec<String>,
+}
+
+/// The same limits on both devices.
+pub struct Pair {
+    /// The replica.
+    pub cpu: Cpu,
+    /// What is tested.
+    pub gpu: Cuda,
+}
+
+impl Suite {
+    /// A suite of the cases whose names contain one of `filters`, or of all.
+    pub fn new(ordinal: usize, perf: bool, filters: Vec<String>) -> Suite {
+        Suite { ordinal, perf, filters, passed: 0, failed: Vec::new() }
+    }
+
+    /// Says on what it runs, or why it cannot.
+    pub fn look(&self) -> Result<(), String> {
+        let gpu = self.gpu(limits(1, 1)).map_err(|error| error.to_string())?;
+        let (free, total) = gpu.device_memory();
+        println!(
+            "device {}: {}, driver {}.{}, {} multiprocessors, {:.1} of {:.1} GiB free",
+            self.ordinal,
+            gpu.name(),
+            gpu.driver_version() / 1000,
+            gpu.driver_version() % 1000 / 10,
+            gpu.multiprocessors(),
+            free as f64 / (1u64 << 30) as f64,
+            total as f64 / (1u64 << 30) as f64,
+        );
+        Ok(())
+    }
+
+    /// Whether figures are wanted instead of verdicts.
+    pub fn perf(&self) -> bool {
+        self.perf
+    }
+
+    /// A GPU that runs eagerly.
+    pub fn gpu(&self, limits: Limits) -> DeviceResult<Cuda> {
+        Cuda::new(CudaOptions { ordinal: self.ordinal, capture: false }, limits)
+    }
+
+    /// Both devices. Panics, which fails the case, where the GPU cannot be opened.
+    pub fn pair(&self, limits: Limits) -> Pair {
+        Pair { cpu: Cpu::new(4, limits), gpu: self.gpu(limits).expect("`look` opened it before") }
+    }
+
+    fn wanted(&self, name: &str) -> bool {
+        self.filters.is_empty() || self.filters.iter().any(|filter| name.contains(&**filter))
+    }
+
+    /// Runs a case; a panic fails it. Skipped where figures are wanted.
+    pub fn case(&mut self, name: &str, run: impl FnOnce(&Suite) -> Verdict) {
+        if !self.perf && self.wanted(name) {
+            self.run(name, run);
+        }
+    }
+
+    /// Measures, where figures are wanted.
+    pub fn measure(&mut self, name: &str, run: impl FnOnce(&Suite) -> Verdict) {
+        if self.perf && self.wanted(name) {
+            self.run(name, run);
+        }
+    }
+
+    /// A deliberately wrong variant: the case passes where `run` finds it wrong.
+    pub fn mutant(&mut self, name: &str, run: impl FnOnce(&Suite) -> Verdict) {
+        self.case(&format!("{name} (mutant)"), |suite| match run(suite) {
+            Ok(_) => Err("the mutant was not noticed".to_owned()),
+            Err(why) => Ok(format!("caught: {why}")),
+        });
+    }
+
+    fn run(&mut self, name: &str, run: impl FnOnce(&Suite) -> Verdict) {
+        let started = Instant::now();
+        let verdict = catch_unwind(AssertUnwindSafe(|| run(self))).unwrap_or_else(|panic| {
+            let text = panic.downcast_ref::<String>().cloned();
+            Err(text.or_else(|| panic.downcast_ref::<&str>().map(|&s| s.to_owned())).unwrap_or("panicked".to_owned()))
+        });
+        let ms = started.elapsed().as_millis();
+        match verdict {
+            Ok(remark) => {
+                self.passed += 1;
+                println!("ok    {name}  {remark}  [{ms} ms]");
+            }
+            Err(why) => {
+                println!("FAIL  {name}  {why}  [{ms} ms]");
+                self.failed.push(name.to_owned());
+            }
+        }
+    }
+
+    /// The summary.
+    pub fn finish(self) -> ExitCode {
+        println!("{} passed, {} failed {:?}", self.passed, self.failed.len(), self.failed);
+        ExitCode::from(u8::from(!self.failed.is_empty()))
+    }
+}
+
+/// Limits for stages at up to `rows` rows, each of its own slot or all of one, and contexts of up to `context` tokens.
+pub fn limits(rows: usize, context: usize) -> Limits {
+    let per_slot = Limits::blocks_for(context.max(32));
+    Limits { slots: rows.min(256), rows, heads: rows.min(256), context, blocks: per_slot * rows.min(256), ring: 16 }
+}
+
+/// A model's shape for devices that run single stages.
+pub fn shape(vocab: usize, hidden: usize) -> ModelShape {
+    ModelShape { vocab, hidden, post_norms: true, gathered: 0 }
+}
+
+/// The key of a step that only runs stages: nothing is drawn or committed.
+pub fn stage_key(rows: usize) -> StepKey {
+    StepKey { rows: rows as u32, heads: 256, ctx: CtxClass::Long, part: Part::Forward }
+}
+
+/// A decoding row of `slot`.
+pub fn decode_row(slot: usize, token: u32) -> Row {
+    Row { slot: slot as u16, flags: row_flags::HEAD | row_flags::SAMPLE, offset: 0, token, target: 0 }
+}
+
+impl Pair {
+    /// Sizes both devices for the model.
+    pub fn finish(&mut self, shape: &ModelShape) {
+        self.cpu.finish(shape).expect("the CPU has room");
+        self.gpu.finish(shape).expect("the GPU has room");
+    }
+
+    /// Stages a change on both devices.
+    pub fn stage(&mut self, delta: &StepDelta) {
+        self.cpu.stage(delta).expect("the CPU takes changes");
+        self.gpu.stage(delta).expect("the GPU takes changes");
+    }
+}

@@ -1,0 +1,71 @@
+//! What can be said of the CUDA side without a GPU.
+
+use super::images::{IMAGES, KERNELS};
+use super::{Cuda, CudaOptions};
+use crate::error::DeviceError;
+use crate::step::Limits;
+
+/// Every `kernel!("name")` of the sources.
+fn launched() -> Vec<String> {
+    fn walk(dir: &std::path::Path, names: &mut Vec<String>) {
+        for entry in std::fs::read_dir(dir).expect("the source is there").flatten() {
+            let path = entry.path();
+            if path.is_dir() {
+                walk(&path, names);
+            } else if path.extension().is_some_and(|ext| ext == "rs") {
+                let text = std::fs::read_to_string(&path).expect("source is text");
+                let calls = text.split("kernel!(\"").skip(1);
+                names.extend(calls.filter_map(|rest| rest.split_once("\")")).map(|(name, _)| name.to_owned()));
+            }
+        }
+    }
+    let mut names = Vec::new();
+    walk(&std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut names);
+    names
+}
+
+#[test]
+fn every_kernel_that_was_compiled_is_launched_somewhere() {
+    let launched = launched();
+    for name in KERNELS {
+        assert!(launched.iter().any(|used| used == name), "{name} is embedded and never launched");
+    }
+}
+
+#[test]
+fn images_are_compiled_for_exact_arithmetic() {
+    for image in IMAGES {
+        assert!(image.commands[0].contains("\"-fmad=false\""), "{}: {}", image.name, image.commands[0]);
+        assert!(!image.commands[0].contains("fast"), "{}: {}", image.name, image.commands[0]);
+        let ptx = std::fs::read_to_string(image.ptx_path).expect("the build left the PTX");
+        for line in ptx.lines().map(str::trim) {
+            let inexact = line.contains(".ftz") || line.contains(".approx") || line.contains("fma.rn.ftz");
+            assert!(!inexact, "{}: {line}", image.name);
+        }
+    }
+}
+
+#[test]
+fn no_kernel_keeps_a_stack_frame_or_spills() {
+    for image in IMAGES {
+        let mut kernel = "";
+        for line in image.assembler.lines() {
+            if let Some((_, name)) = line.split_once("Function properties for ") {
+                kernel = name;
+            }
+            let clean =
+                !line.contains("bytes stack frame") || line.trim().starts_with("0 bytes stack frame, 0 bytes spill");
+            assert!(clean, "{} {kernel}: {line}", image.name);
+        }
+    }
+}
+
+#[test]
+fn a_machine_without_a_gpu_is_told_what_is_missing() {
+    let limits = Limits { slots: 1, rows: 1, heads: 1, context: 32, blocks: 1, ring: 2 };
+    match Cuda::new(CudaOptions::default(), limits) {
+        Ok(_) => {}
+        Err(DeviceError::Unavailable { device: "cuda", why }) => assert!(!why.is_empty()),
+        Err(error) => panic!("{error}"),
+    }
+}
