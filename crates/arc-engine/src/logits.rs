@@ -10,7 +10,7 @@ use arc_device::{DeviceLoop, StreamState};
 ///
 /// `chunk`: at least 1, at most `limits.rows` and `limits.heads`; the tokens fit into the context and into the blocks.
 /// Panics otherwise. Errors: the device's.
-pub fn prompt_logits<L: DeviceLoop>(
+pub fn prompt_logits<L: DeviceLoop + ?Sized>(
     dev: &mut L,
     limits: &Limits,
     tokens: &[u32],

@@ -1,9 +1,9 @@
 //! A model on its device, as the burst driver sees it.
 
 use arc_device::count::Counters;
-use arc_device::error::{Fault, Result};
+use arc_device::error::{DeviceError, Fault, Result};
 use arc_device::ops::sample::SamplerConfig;
-use arc_device::step::{Landed, StepClocks, StepDelta, StepKey};
+use arc_device::step::{Landed, Part, Row, StepClocks, StepDelta, StepKey, row_flags};
 use arc_device::{DeviceLoop, Landing, Steps, StreamState};
 
 use crate::model::Model;
@@ -18,6 +18,25 @@ impl<D: Steps> Runner<D> {
     /// A loaded model with the device that it was loaded on.
     pub fn new(dev: D, model: Model<D>) -> Self {
         Runner { dev, model }
+    }
+}
+
+impl<D: Steps> Runner<D> {
+    /// Runs the step of every key over rows that are inert, so that a device that records has recorded them. Before
+    /// anything else runs. Errors: the device's.
+    pub fn warm_up(&mut self, keys: &[StepKey]) -> Result<()> {
+        for &key in keys {
+            let padding = Row { flags: row_flags::PADDING, ..Row::default() };
+            self.stage(&StepDelta { rows: Some(vec![padding; key.rows as usize]), ..StepDelta::default() })?;
+            let step = self.enqueue(key)?;
+            while key.part != Part::Forward && self.head() < step {
+                if self.poll()? == StreamState::Idle && self.head() < step {
+                    return Err(DeviceError::Fault(Fault::LostStep { enqueued: step, landed: self.head() }));
+                }
+            }
+            self.read_to(self.head());
+        }
+        Ok(())
     }
 }
 

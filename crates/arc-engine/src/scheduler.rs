@@ -225,10 +225,7 @@ impl Scheduler {
             return None;
         }
         let rows = self.config.buckets.pad(plan.n_rows);
-        let heads = match plan.n_heads {
-            0 => 0,
-            n => self.config.buckets.pad(n).min(self.config.limits.heads as u32),
-        };
+        let heads = self.config.buckets.heads(rows, plan.n_heads, self.config.limits.heads as u32);
         plan.rows.resize(rows as usize, Row { flags: row_flags::PADDING, ..Row::default() });
         let part = if plan.two_part.is_empty() { Part::Whole } else { Part::Forward };
         Some(StepKey { rows, heads, ctx: CtxClass::of(plan.context), part })

@@ -106,6 +106,8 @@ settings! {
 
     Engine: /// Where the model runs
     device: Device = Device::Cpu, Kind::Choice(Device::CHOICES);
+    Engine: /// Which GPU, in the driver's count from 0
+    gpu: u32 = 0, Kind::Int(0, 63);
     Engine: /// Threads of the CPU team; auto: one for each core
     threads: Auto = Auto::Auto, Kind::AutoInt(1, 1024);
     Engine: /// Longest sequence in tokens, prompt and output together; auto: the model's, at most 8192

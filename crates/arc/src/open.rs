@@ -8,7 +8,9 @@ use std::{
 };
 
 use arc_device::{
+    Alloc, DeviceLoop, Steps,
     cpu::Cpu,
+    cuda::{Cuda, CudaOptions},
     step::{BLOCK_TOKENS, Limits},
 };
 use arc_engine::{
@@ -20,7 +22,7 @@ use arc_engine::{
 };
 
 use crate::{
-    config::{Config, SampleOn},
+    config::{Config, Device, SampleOn},
     model_text::{ChatMessage, ModelText, PromptError, Role},
     text::{TemplateError, Tokenizer, TokenizerError},
 };
@@ -224,11 +226,33 @@ pub struct Running {
     pub text: Arc<ModelText>,
 }
 
-/// Loads a described model, for steps that the caller runs itself.
-pub fn load(described: &Described, config: &Config, limits: &Limits) -> Result<Runner<Cpu>, OpenError> {
-    let mut device = Cpu::new(threads(config), *limits);
-    let model = Model::load(&mut device, &described.file, &described.config, limits)?;
+/// Loads a described model, for steps that the caller runs itself: of any number of rows.
+pub fn load(described: &Described, config: &Config, limits: &Limits) -> Result<Box<dyn DeviceLoop>, OpenError> {
+    let (file, model) = (&described.file, &described.config);
+    Ok(match config.device {
+        Device::Cpu => Box::new(on(Cpu::new(threads(config), *limits), file, model, limits)?),
+        // Any number of rows is more than can be recorded.
+        Device::Cuda => {
+            let options = CudaOptions { capture: false, ..cuda_options(config) };
+            let gpu = Cuda::new(options, *limits).map_err(LoadError::from)?;
+            Box::new(on(gpu, file, model, limits)?)
+        }
+    })
+}
+
+/// A model on its device.
+fn on<D: Steps + Alloc>(
+    mut device: D,
+    file: &ModelFile,
+    model: &ModelConfig,
+    limits: &Limits,
+) -> Result<Runner<D>, LoadError> {
+    let model = Model::load(&mut device, file, model, limits)?;
     Ok(Runner::new(device, model))
+}
+
+fn cuda_options(config: &Config) -> CudaOptions {
+    CudaOptions { ordinal: config.gpu as usize, capture: config.capture.is_on() }
 }
 
 /// Loads a described model and starts its engine.
@@ -236,13 +260,6 @@ pub fn start(described: &Described, config: &Config, sizes: Sizes) -> Result<Run
     let limits = described.limits(config, sizes)?;
     let tokenizer = described.tokenizer()?;
     let vocab = u32::try_from(described.config.shape().vocab).unwrap_or(u32::MAX);
-    let threads = threads(config);
-    let (file, model) = (described.file.clone(), described.config.clone());
-    let make = move || {
-        let mut device = Cpu::new(threads, limits);
-        let model = Model::load(&mut device, &file, &model, &limits)?;
-        Ok::<_, LoadError>(Runner::new(device, model))
-    };
     let context = u32::try_from(limits.context.min(limits.blocks * BLOCK_TOKENS)).unwrap_or(u32::MAX);
     let text = ModelText::new(tokenizer, context);
     // A template that never ends leaves a thread behind that nothing can stop, so it is found before anybody is served.
@@ -251,18 +268,38 @@ pub fn start(described: &Described, config: &Config, sizes: Sizes) -> Result<Run
     if let Err(PromptError::Template(TemplateError::Stuck)) = text.encode_chat(&greeting, None) {
         return Err(OpenError::EndlessTemplate { path: described.path.clone() });
     }
-    let engine =
-        engine::spawn(engine_config(config), limits, vocab, make).map_err(|e| OpenError::Start(e.to_string()))?;
+    let (file, model, set_up) = (described.file.clone(), described.config.clone(), engine_config(config, &limits));
+    let started = match config.device {
+        Device::Cpu => {
+            let threads = threads(config);
+            engine::spawn(set_up, limits, vocab, move || on(Cpu::new(threads, limits), &file, &model, &limits))
+        }
+        Device::Cuda => {
+            let options = cuda_options(config);
+            let keys = set_up.buckets.keys(limits.heads as u32, limits.context as u32);
+            engine::spawn(set_up, limits, vocab, move || {
+                let mut runner = on(Cuda::new(options, limits)?, &file, &model, &limits)?;
+                if options.capture {
+                    runner.warm_up(&keys)?;
+                }
+                Ok::<_, LoadError>(runner)
+            })
+        }
+    };
+    let engine = started.map_err(|e| OpenError::Start(e.to_string()))?;
     Ok(Running { engine, text: Arc::new(text) })
 }
 
-fn engine_config(config: &Config) -> EngineConfig {
+fn engine_config(config: &Config, limits: &Limits) -> EngineConfig {
     EngineConfig {
         queue: config.queue as usize,
         burst: config.burst as usize,
         mixed_step_ms: config.mixed_step_ms.into(),
         default_max_tokens: config.default_max_tokens,
-        buckets: Buckets::Exact,
+        buckets: match config.device {
+            Device::Cpu => Buckets::Exact,
+            Device::Cuda => Buckets::recorded(limits.rows as u32),
+        },
         switches: Switches {
             capture: config.capture.is_on(),
             device_loop: config.device_loop.is_on(),

@@ -1,5 +1,7 @@
 //! How many rows a step may have: any number, or one of those that were recorded.
 
+use arc_device::step::{CtxClass, Part, StepKey};
+
 /// The row counts that a device runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Buckets {
@@ -26,6 +28,33 @@ impl Buckets {
         }
     }
 
+    /// How many head rows a step of `rows` rows has room for, where `heads` of them go through the output head: no more
+    /// kinds of steps are recorded than with and without heads.
+    pub fn heads(&self, rows: u32, heads: u32, max_heads: u32) -> u32 {
+        match self {
+            _ if heads == 0 => 0,
+            Buckets::Exact => heads,
+            Buckets::List(_) => rows.min(max_heads),
+        }
+    }
+
+    /// The keys of every step that a device may be given: none where it runs what it is given.
+    pub fn keys(&self, max_heads: u32, context: u32) -> Vec<StepKey> {
+        let Buckets::List(list) = self else { return Vec::new() };
+        let mut keys = Vec::new();
+        for ctx in [CtxClass::Short, CtxClass::Medium, CtxClass::Long] {
+            for &rows in list {
+                keys.push(StepKey { rows, heads: 0, ctx, part: Part::Whole });
+                let heads = self.heads(rows, 1, max_heads);
+                keys.extend([Part::Whole, Part::Forward, Part::Sample].map(|part| StepKey { rows, heads, ctx, part }));
+            }
+            if context <= ctx.limit() {
+                break;
+            }
+        }
+        keys
+    }
+
     /// The largest row count within `n`; 0 where none is.
     pub fn floor(&self, n: u32) -> u32 {
         match self {
@@ -45,5 +74,22 @@ mod tests {
         assert_eq!((list.pad(1), list.pad(5), list.pad(257), list.pad(300)), (1, 6, 300, 300));
         assert_eq!((list.floor(5), list.floor(299), list.floor(9999)), (4, 256, 300));
         assert_eq!((Buckets::Exact.pad(5), Buckets::Exact.floor(5)), (5, 5));
+        assert_eq!((list.heads(96, 3, 64), list.heads(8, 3, 64), list.heads(8, 0, 64)), (64, 8, 0));
+    }
+
+    #[test]
+    fn every_step_that_can_be_planned_has_a_key() {
+        let list = Buckets::recorded(40);
+        let keys = list.keys(16, 4096);
+        for n in 1..=40 {
+            for heads in [0, 1, n] {
+                let rows = list.pad(n);
+                for ctx in [CtxClass::Short, CtxClass::Medium] {
+                    let key = StepKey { rows, heads: list.heads(rows, heads, 16), ctx, part: Part::Whole };
+                    assert!(keys.contains(&key), "{key}");
+                }
+            }
+        }
+        assert!(keys.iter().all(|key| key.ctx != CtxClass::Long) && Buckets::Exact.keys(16, 4096).is_empty());
     }
 }

@@ -107,6 +107,8 @@ choice! {
     Device {
         /// On the processor.
         Cpu = "cpu",
+        /// On an NVIDIA GPU.
+        Cuda = "cuda",
     }
 }
 

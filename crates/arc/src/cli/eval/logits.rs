@@ -71,7 +71,7 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     let mut out = BufWriter::new(file);
     out.write_all(&header(ids.len(), vocab)).with_context(written)?;
     let mut result = Ok(());
-    prompt_logits(&mut runner, &limits, &ids, chunk, &mut |row| {
+    prompt_logits(&mut *runner, &limits, &ids, chunk, &mut |row| {
         if result.is_ok() {
             result = row.iter().try_for_each(|logit| out.write_all(&logit.to_le_bytes()));
         }
