@@ -1,27 +1,31 @@
 //! `arc-conformance`: every family's and stage's cases on the CPU and on a GPU, compared.
 //!
 //! ```text
-//! arc-conformance [--require-gpu] [--perf] [--device N] [FILTER...]
+//! arc-conformance [--require-gpu] [--perf] [--device N] [--model PATH]... [FILTER...]
 //! ```
 //!
-//! Exact families compare bits, bounded ones report the largest error and where it is. `--perf` measures instead. Without
+//! Exact families compare bits, bounded ones report the largest error and where it is. `--model` adds
+//! whole models: greedy texts, invariance, what a decode step costs. `--perf` measures instead. Without
 //! a GPU the program says what it skipped and exits 0; with `--require-gpu` it exits 2. A failed case: exit 1.
 
 #![forbid(unsafe_code)]
 
 mod compare;
 mod inputs;
+mod models;
 mod state;
 mod suite;
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use suite::Suite;
 
-const USAGE: &str = "usage: arc-conformance [--require-gpu] [--perf] [--device N] [FILTER...]";
+const USAGE: &str = "usage: arc-conformance [--require-gpu] [--perf] [--device N] [--model PATH]... [FILTER...]";
 
 fn main() -> ExitCode {
-    let (mut require, mut perf, mut ordinal, mut filters) = (false, false, 0, Vec::new());
+    let (mut require, mut perf, mut ordinal) = (false, false, 0);
+    let (mut filters, mut models) = (Vec::new(), Vec::new());
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         match &*arg {
@@ -30,6 +34,10 @@ fn main() -> ExitCode {
             "--device" => match args.next().and_then(|n| n.parse().ok()) {
                 Some(n) => ordinal = n,
                 None => return usage("--device takes a number"),
+            },
+            "--model" => match args.next() {
+                Some(path) => models.push(PathBuf::from(path)),
+                None => return usage("--model takes a file or folder"),
             },
             flag if flag.starts_with('-') => return usage(&format!("unknown option {flag}")),
             _ => filters.push(arg),
@@ -41,6 +49,7 @@ fn main() -> ExitCode {
         return ExitCode::from(if require { 2 } else { 0 });
     }
     state::cases(&mut suite);
+    models::cases(&mut suite, &models);
     suite.finish()
 }
 

@@ -53,9 +53,9 @@ impl Suite {
         Ok(())
     }
 
-    /// Whether figures are wanted instead of verdicts.
-    pub fn perf(&self) -> bool {
-        self.perf
+    /// Which GPU.
+    pub fn ordinal(&self) -> usize {
+        self.ordinal
     }
 
     /// A GPU that runs eagerly.

@@ -140,6 +140,13 @@ impl Default for CudaOptions {
     }
 }
 
+/// A recorded step.
+struct Recorded {
+    graph: Graph,
+    /// What its stages counted: a replay reads as much.
+    weight_bytes: u64,
+}
+
 /// A GPU as a device.
 pub struct Cuda {
     driver: Arc<Driver>,
@@ -148,7 +155,7 @@ pub struct Cuda {
     state: Option<State>,
     /// Part of the step that is being enqueued.
     part: Part,
-    graphs: HashMap<StepKey, Graph>,
+    graphs: HashMap<StepKey, Recorded>,
     options: CudaOptions,
     pub(crate) counters: Counters,
     memory: MemoryTable,
@@ -208,7 +215,7 @@ impl Cuda {
 
     /// Recorded steps, and the kernels of each.
     pub fn recorded(&self) -> impl Iterator<Item = (StepKey, usize)> + '_ {
-        self.graphs.iter().map(|(key, graph)| (*key, graph.nodes))
+        self.graphs.iter().map(|(key, recorded)| (*key, recorded.graph.nodes))
     }
 
     /// Slots, rows and ring, for kernels that look at them. Panics before `finish`.
@@ -294,14 +301,15 @@ impl Cuda {
     }
 
     fn record(&mut self, key: StepKey, body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<()> {
-        let launches = self.counters.launches;
+        let before = self.counters;
         self.driver.begin_capture()?;
         let done = self.enqueue(key, body);
         let graph = self.driver.end_capture();
         // What was recorded was not launched.
-        self.counters.launches = launches;
+        let weight_bytes = (self.counters - before).weight_bytes;
+        self.counters = before;
         done?;
-        self.graphs.insert(key, graph?);
+        self.graphs.insert(key, Recorded { graph: graph?, weight_bytes });
         Ok(())
     }
 
@@ -400,8 +408,10 @@ impl Steps for Cuda {
             if !self.graphs.contains_key(&key) {
                 self.record(key, body)?;
             }
+            let recorded = &self.graphs[&key];
             self.counters.graph_launches += 1;
-            self.driver.replay(&self.graphs[&key])?;
+            self.counters.weight_bytes += recorded.weight_bytes;
+            self.driver.replay(&recorded.graph)?;
         } else {
             self.enqueue(key, body)?;
         }
@@ -518,8 +528,8 @@ impl Readback for Cuda {
 impl Drop for Cuda {
     fn drop(&mut self) {
         let _ = self.driver.make_current();
-        for (_, graph) in self.graphs.drain() {
-            self.driver.destroy(graph);
+        for (_, recorded) in self.graphs.drain() {
+            self.driver.destroy(recorded.graph);
         }
     }
 }
