@@ -37,6 +37,19 @@ pub struct Cpu {
     memory: MemoryTable,
 }
 
+/// A slot that wants a draft.
+#[derive(Debug, Clone, Copy)]
+pub struct Wanted<'a> {
+    /// The slot.
+    pub slot: u16,
+    /// Its sequence's generation.
+    pub generation: u32,
+    /// Tokens that the sequence has emitted.
+    pub n_out: u32,
+    /// Drafts that the slot has already.
+    pub drafts: &'a [u32],
+}
+
 impl Cpu {
     /// A device of `threads` threads in all, with state for `limits`.
     pub fn new(threads: usize, limits: Limits) -> Cpu {
@@ -68,6 +81,12 @@ impl Cpu {
     /// Everything allocated so far.
     pub fn memory(&self) -> &MemoryTable {
         &self.memory
+    }
+
+    /// Gives drafts from outside to the slots that want some, up to `drafts` each, between `sample` and `commit`: as long
+    /// as `next` has one. For scripts; a model's own drafter never leaves the device.
+    pub fn propose(&mut self, drafts: usize, next: &mut dyn FnMut(Wanted<'_>) -> Option<u32>) {
+        self.state.propose(drafts, next);
     }
 
     /// What the device itself takes beside the buffers that a model allocates, for matrices of up to `max_cols` columns:

@@ -230,10 +230,12 @@ pub trait Ops: Buffers {
         heads: usize,
     ) -> Result<()>;
 
-    /// Draws or scores every head row, into the step's ring entry. Exact. May overwrite `logits`.
+    /// Draws or scores every head row, into the step's ring entry, and settles which draws count ([`step`]). Exact. May
+    /// overwrite `logits`.
     fn sample(&mut self, logits: &mut Self::Buf<f32>, heads: usize) -> Result<()>;
 
-    /// Publishes the step: moves every slot's position past its rows, decides stop and length, advances the head.
+    /// Publishes the step: moves every slot's position past its rows, those that do not count aside, decides stop and
+    /// length, advances the head.
     fn commit(&mut self, rows: usize, heads: usize) -> Result<()>;
 }
 
@@ -296,6 +298,11 @@ pub trait DeviceLoop: Landing {
     /// Enqueues one step over the staged row table and returns its number, counted from 1. Refuses to lap the ring's
     /// reader. A step in two parts is two calls that return the same number; it lands when its `Sample` part does.
     fn enqueue(&mut self, key: StepKey) -> Result<u64>;
+
+    /// The most drafts that a step can make for a slot, at most [`step::MAX_DRAFTS`]; 0: there is no drafter.
+    fn max_drafts(&self) -> u32 {
+        0
+    }
 }
 
 /// Blocking reads. For the loader and tests; never for the decode loop.

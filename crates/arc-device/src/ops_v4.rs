@@ -378,8 +378,9 @@ pub trait OpsV4: Ops {
         rows: usize,
     ) -> Result<()>;
 
-    /// Embeds the token that follows each row: the next row's of its sequence, or for the last one in the table the
-    /// row's [`target`](crate::step::Row::target). Exact. `out`: `[rows, dim]`; `table`: `[vocab, dim]`.
+    /// Embeds the token that follows each row of its sequence: what the row drew, if that counts; otherwise the next row's
+    /// token, and for the last one its [`target`](crate::step::Row::target). In draft rows, the slot's last draft. Exact.
+    /// `out`: `[rows, dim]`; `table`: `[vocab, dim]`.
     fn embed_next(&mut self, out: &mut Self::Buf<f32>, table: &Self::Matrix, rows: usize) -> Result<()>;
 
     /// A draft block's streams: `X[k] = embed * norm(e) + stream * norm(X[k])`. `e`: `[rows, dim]`. Exact for
@@ -393,4 +394,23 @@ pub trait OpsV4: Ops {
         inputs: Inputs,
         rows: usize,
     ) -> Result<()>;
+
+    /// Leaves the step's table for the *draft rows*: one for each row with [`PROPOSE`](crate::step::row_flags::PROPOSE), in
+    /// table order, at the position of the last row of its slot whose draw counts; inert where there is none or the
+    /// sequence has ended. `out` and `h` take that row's streams and merged streams, `[rows, STREAMS, dim]` and
+    /// `[rows, dim]`. Until `commit`, stages run over the draft rows, all of them head rows. Exact.
+    fn draft_rows(
+        &mut self,
+        out: &mut Streams<Self>,
+        h: &mut Self::Buf<f32>,
+        streams: &Streams<Self>,
+        merged: &Self::Buf<f32>,
+        cfg: &HcConfig,
+        rows: usize,
+    ) -> Result<()>;
+
+    /// Draws a draft for every draft row, as its slot will draw that token, behind the drafts it has; then the row stands
+    /// one position further on. A row that can draw nothing becomes inert. Exact. `logits`: `[rows, vocab]`, may be
+    /// overwritten.
+    fn sample_drafts(&mut self, logits: &mut Self::Buf<f32>, rows: usize) -> Result<()>;
 }

@@ -2,6 +2,18 @@
 //!
 //! A step is a table of [`Row`]s. Everything a step needs to know about a sequence stands in its slot: position, last
 //! token, limits, sampler parameters, block table. [`StepDelta`] carries changes; what does not change is not sent.
+//!
+//! # Speculation
+//!
+//! A slot can hold *drafts*: up to [`MAX_DRAFTS`] tokens that it may emit next. Its decode row is then followed by rows
+//! with [`row_flags::VERIFY`], of which the one at offset `j` feeds draft `j`, counted from 1. Each draws the token of its
+//! own output position `n_out + j`, with that position's draw word, and with counts and history as if drafts `1..=j` had
+//! been emitted. A draw *counts* where all draws before it equal the drafts: these are the tokens of plain decoding, at any
+//! temperature. They are emitted one by one, as far as a stop id or the length; the rest is taken back. State is
+//! addressed by position and counts are those of emitted tokens, so to take back is not to move on.
+//!
+//! A row that verifies is inert where its slot holds no such draft, and where its draw would be past `max_out`. Whatever
+//! a drafter says, the tokens are the same: drafts decide how many of them a step lands.
 
 use crate::ops::sample::SamplerConfig;
 
@@ -9,9 +21,11 @@ use crate::ops::sample::SamplerConfig;
 pub const MAX_STOP_IDS: usize = 16;
 /// Alternatives that a row can report beside its own token.
 pub const MAX_TOP_LOGPROBS: usize = 20;
-/// Tokens that one step can land for a row: one, plus accepted drafts.
-pub const MAX_STEP_TOKENS: usize = 5;
-/// In [`Row::token`]: feed the slot's own last token.
+/// Drafts that a slot can hold.
+pub const MAX_DRAFTS: usize = 4;
+/// Tokens that one step can land for a sequence: one, plus accepted drafts.
+pub const MAX_STEP_TOKENS: usize = MAX_DRAFTS + 1;
+/// In [`Row::token`]: feed the slot's own last token, or in a row with [`row_flags::VERIFY`] its draft.
 pub const TOKEN_OF_SLOT: u32 = u32::MAX;
 
 /// One token's place in a step: position `pos[slot] + offset`.
@@ -29,8 +43,8 @@ pub struct Row {
     pub offset: u32,
     /// Token id to feed, or [`TOKEN_OF_SLOT`].
     pub token: u32,
-    /// The id that follows the row, where it is known: the one whose logprob [`row_flags::SCORE`] wants, and for a draft
-    /// block the token after a sequence's last row.
+    /// The id that follows the row, where the host knows it: in every row of a prompt but its last. The one whose logprob
+    /// [`row_flags::SCORE`] wants, and what a draft block reads beside the row.
     pub target: u32,
 }
 const _: () = assert!(size_of::<Row>() == 16);
@@ -39,12 +53,17 @@ const _: () = assert!(size_of::<Row>() == 16);
 pub mod row_flags {
     /// Goes through the output head. Head rows are numbered in table order.
     pub const HEAD: u16 = 1;
-    /// Draws a token; at most one row of a slot, its last. Implies `HEAD`.
+    /// Draws a token: the last row of a slot, but for those that verify. Implies `HEAD`.
     pub const SAMPLE: u16 = 2;
     /// Reports the logprob of `target`. Implies `HEAD`.
     pub const SCORE: u16 = 4;
     /// Fills a bucket; reads and writes nothing of a sequence.
     pub const PADDING: u16 = 8;
+    /// Feeds the slot's draft of the row's offset and draws: see the module's notes. Follows a row with `SAMPLE` and
+    /// [`TOKEN_OF_SLOT`](super::TOKEN_OF_SLOT), offsets rising by one. Implies `HEAD`.
+    pub const VERIFY: u16 = 16;
+    /// The slot wants drafts for its next step. Only with `SAMPLE`.
+    pub const PROPOSE: u16 = 32;
 }
 
 /// Bits of [`SlotInit::flags`].
@@ -120,11 +139,27 @@ pub struct StepKey {
     pub ctx: CtxClass,
     /// Which part of the step.
     pub part: Part,
+    /// Drafts to make for each row with [`row_flags::PROPOSE`], at most [`MAX_DRAFTS`]. 0: no drafter runs; otherwise it
+    /// follows every row of the step, also where `draft_rows` is 0.
+    pub drafts: u32,
+    /// Rows with [`row_flags::PROPOSE`], or the bucket above; 0 where `drafts` is.
+    pub draft_rows: u32,
+}
+
+impl StepKey {
+    /// A step without a drafter.
+    pub fn new(rows: u32, heads: u32, ctx: CtxClass, part: Part) -> Self {
+        StepKey { rows, heads, ctx, part, drafts: 0, draft_rows: 0 }
+    }
 }
 
 impl std::fmt::Display for StepKey {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "rows={} heads={} ctx={:?} part={:?}", self.rows, self.heads, self.ctx, self.part)
+        write!(f, "rows={} heads={} ctx={:?} part={:?}", self.rows, self.heads, self.ctx, self.part)?;
+        match self.drafts {
+            0 => Ok(()),
+            n => write!(f, " drafts={n}x{}", self.draft_rows),
+        }
     }
 }
 
@@ -170,7 +205,7 @@ pub enum Part {
     Sample,
 }
 
-/// What a head row left in the ring.
+/// What a head row left in the ring. What the rows that verify drew stands in the entry of the row that they follow.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Landed {
@@ -180,7 +215,7 @@ pub struct Landed {
     pub generation: u32,
     /// Bits of [`landed_flags`].
     pub flags: u32,
-    /// Valid entries of `tokens`; 0 for rows that scored, were inert or faulted.
+    /// Valid entries of `tokens`; 0 for rows that scored, verified, were inert or faulted.
     pub n_tokens: u32,
     /// Tokens emitted by this step.
     pub tokens: [u32; MAX_STEP_TOKENS],
@@ -227,6 +262,8 @@ pub mod landed_flags {
     pub const INERT: u32 = 32;
     /// `logprob` is that of the row's `target`.
     pub const SCORED: u32 = 64;
+    /// The row verified a draft, or with [`INERT`] did not, since there was none.
+    pub const VERIFIED: u32 = 128;
     /// Any of these ends the sequence.
     pub const DONE: u32 = DONE_STOP | DONE_LENGTH | FAULT;
     /// Any row fault.

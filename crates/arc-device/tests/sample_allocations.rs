@@ -61,6 +61,7 @@ fn rows_do_not_allocate() {
             grammar: Some(&mask),
             stop_ids: &[5],
             seen: seen.tokens(),
+            drafts: &[7, 7, 9],
             dry: Some(DryInputs { table: &table, history: &history }),
             logprobs: Some(20),
         };

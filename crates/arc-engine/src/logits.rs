@@ -34,7 +34,7 @@ pub fn prompt_logits<L: DeviceLoop + ?Sized>(
             ..StepDelta::default()
         };
         let (rows, ctx) = (part.len() as u32, CtxClass::of((i * chunk + part.len()) as u32));
-        let key = |part| StepKey { rows, heads: rows, ctx, part };
+        let key = |part| StepKey::new(rows, rows, ctx, part);
         dev.stage(&delta)?;
         dev.enqueue(key(Part::Forward))?;
         dev.fetch_rows(&(0..rows).collect::<Vec<_>>())?;

@@ -116,7 +116,7 @@ impl Plan {
     ) -> std::result::Result<Plan, LoadError> {
         let mut dev = Trace::new(*limits, context);
         let mut model = Model::load(&mut dev, file, config, limits)?;
-        let key = StepKey { rows: 1, heads: 1, ctx: CtxClass::of(context as u32), part: Part::Whole };
+        let key = StepKey::new(1, 1, CtxClass::of(context as u32), Part::Whole);
         dev.step(key, &mut |dev| model.step(dev, key))?;
         let mut memory = dev.memory().clone();
         memory.extend(&Cpu::own_memory(limits, &config.shape(), dev.max_cols(), threads));

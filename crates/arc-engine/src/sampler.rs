@@ -60,6 +60,7 @@ impl HostDraw {
             grammar: mask,
             stop_ids: &self.stop_ids,
             seen: self.seen.as_ref().map_or(&[], SeenTokens::tokens),
+            drafts: &[],
             dry: self.dry.as_ref().map(|table| DryInputs { table, history: &self.history }),
             logprobs: None,
         };

@@ -228,7 +228,7 @@ impl Scheduler {
         let heads = self.config.buckets.heads(rows, plan.n_heads, self.config.limits.heads as u32);
         plan.rows.resize(rows as usize, Row { flags: row_flags::PADDING, ..Row::default() });
         let part = if plan.two_part.is_empty() { Part::Whole } else { Part::Forward };
-        Some(StepKey { rows, heads, ctx: CtxClass::of(plan.context), part })
+        Some(StepKey::new(rows, heads, CtxClass::of(plan.context), part))
     }
 
     /// Rows that the step may have in all, given those that decode.

@@ -51,7 +51,7 @@ fn admit(slot: u16) -> SlotInit {
 }
 
 fn key(rows: usize, heads: usize, part: Part) -> StepKey {
-    StepKey { rows: rows as u32, heads: heads as u32, ctx: CtxClass::Short, part }
+    StepKey::new(rows as u32, heads as u32, CtxClass::Short, part)
 }
 
 /// Runs rows and returns the logits of every head row, then commits.

@@ -127,7 +127,7 @@ fn intermediates_are_those_of_the_golden() {
     };
     let delta = StepDelta { admit: vec![admit(0, 0)], rows: Some(rows(0, &ids)), ..StepDelta::default() };
     dev.stage(&delta).expect("staged");
-    let key = StepKey { rows: n as u32, heads: n as u32, ctx: CtxClass::Short, part: Part::Forward };
+    let key = StepKey::new(n as u32, n as u32, CtxClass::Short, Part::Forward);
     dev.step(key, &mut |dev| model.step_tapped(dev, key, &mut tap)).expect("a step");
     assert_eq!(compared, 9, "two blocks in each of four layers, and the head");
 }
@@ -293,7 +293,7 @@ fn the_draft_block_gives_the_golden() {
                 let admit = if first == 0 { vec![admit(0, 0)] } else { Vec::new() };
                 dev.stage(&StepDelta { admit, rows: Some(table), ..StepDelta::default() }).expect("staged");
                 let n = tokens.len() as u32;
-                let key = StepKey { rows: n, heads: n, ctx: CtxClass::Short, part: Part::Whole };
+                let key = StepKey::new(n, n, CtxClass::Short, Part::Whole);
                 let step = dev.step(key, &mut |dev| {
                     model.step(dev, key)?;
                     model.draft(dev, key)

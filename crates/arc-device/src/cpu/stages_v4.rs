@@ -610,6 +610,34 @@ impl OpsV4 for Cpu {
         });
         Ok(())
     }
+
+    fn draft_rows(
+        &mut self,
+        out: &mut Streams<Self>,
+        h: &mut Aligned<f32>,
+        streams: &Streams<Self>,
+        merged: &Aligned<f32>,
+        cfg: &HcConfig,
+        rows: usize,
+    ) -> Result<()> {
+        self.counters.launches += 1;
+        self.state.begin_drafts(rows);
+        let (dim, from) = (cfg.dim, self.state.draft_from());
+        let (x, h) = (out.x.shared(), h.shared());
+        self.team.run(from.len(), &|i, _| {
+            // SAFETY: a row of each is written by one task.
+            let (x, h) = unsafe { (x.slice_mut(i * STREAMS * dim, STREAMS * dim), h.slice_mut(i * dim, dim)) };
+            x.copy_from_slice(row_of(&streams.x, from[i] as usize, STREAMS * dim));
+            h.copy_from_slice(row_of(merged, from[i] as usize, dim));
+        });
+        Ok(())
+    }
+
+    fn sample_drafts(&mut self, logits: &mut Aligned<f32>, _rows: usize) -> Result<()> {
+        self.counters.launches += 1;
+        self.state.sample_drafts(&mut self.team, logits);
+        Ok(())
+    }
 }
 
 impl Cpu {

@@ -2,15 +2,20 @@
 
 use std::time::Instant;
 
+use super::Wanted;
 use crate::error::{DeviceError, Result};
 use crate::ops::sample::dry::DryTable;
 use crate::ops::sample::seen::SeenTokens;
-use crate::ops::sample::{DryInputs, RowInputs, SamplerParams, Scratch, logprobs_row, sample_row};
+use crate::ops::sample::{DryInputs, RowInputs, Sampled, SamplerParams, Scratch, logprobs_row, sample_row};
 use crate::step::{
-    BLOCK_TOKENS, Forced, Landed, Limits, Part, Row, SlotInit, StepClocks, StepDelta, StepKey, TOKEN_OF_SLOT,
-    landed_flags, row_flags, slot_flags,
+    BLOCK_TOKENS, Forced, Landed, Limits, MAX_DRAFTS, Part, Row, SlotInit, StepClocks, StepDelta, StepKey,
+    TOKEN_OF_SLOT, landed_flags, row_flags, slot_flags,
 };
 
+/// Flags of rows that go through the output head.
+const HEADS: u16 = row_flags::HEAD | row_flags::SAMPLE | row_flags::SCORE | row_flags::VERIFY;
+/// Flags of rows that draw.
+const DRAWS: u16 = row_flags::SAMPLE | row_flags::VERIFY;
 /// Rows of one sequence that share a tile of keys.
 const GROUP_ROWS: usize = 8;
 
@@ -42,6 +47,15 @@ pub(super) struct RowGroup {
     pub rows: usize,
 }
 
+/// What DRY reads.
+struct Dry {
+    table: DryTable,
+    /// Prompt and output, then the slot's drafts.
+    history: Vec<u32>,
+    /// Entries that are no drafts.
+    emitted: usize,
+}
+
 #[derive(Default)]
 struct Slot {
     active: bool,
@@ -59,7 +73,10 @@ struct Slot {
     /// The table of a former sequence, for the next one that wants one: a table has a word for every id, and to get and
     /// return it with each sequence would scatter the heap.
     spare_seen: Option<SeenTokens>,
-    dry: Option<(DryTable, Vec<u32>)>,
+    dry: Option<Dry>,
+    /// Tokens that may be emitted next, `n_drafts` of them.
+    drafts: [u32; MAX_DRAFTS],
+    n_drafts: usize,
     logprobs: Option<u32>,
     prompt_top: u32,
     mask: Option<Vec<u32>>,
@@ -84,6 +101,14 @@ pub(super) struct State {
     groups: Vec<RowGroup>,
     /// Row index of each head row.
     heads: Vec<u32>,
+    /// What each row drew, where that counts; made by `sample`.
+    drawn: Vec<Option<u32>>,
+    /// The draft rows as `infos` and `heads` of a table of their own, and the row of the step that each continues.
+    draft_infos: Vec<RowInfo>,
+    draft_heads: Vec<u32>,
+    draft_from: Vec<u32>,
+    /// Whether stages run over the draft rows.
+    drafting: bool,
     part: Part,
     /// Steps committed.
     step: u64,
@@ -111,6 +136,11 @@ impl State {
             infos: Vec::with_capacity(limits.rows),
             groups: Vec::with_capacity(limits.rows),
             heads: Vec::with_capacity(limits.heads),
+            drawn: Vec::with_capacity(limits.rows),
+            draft_infos: Vec::with_capacity(limits.heads),
+            draft_heads: Vec::with_capacity(limits.heads),
+            draft_from: Vec::with_capacity(limits.heads),
+            drafting: false,
             part: Part::Whole,
             step: 0,
             read: 0,
@@ -127,9 +157,11 @@ impl State {
     /// Bytes of the fixed parts.
     pub fn bytes(limits: &Limits) -> u64 {
         let landed = limits.ring * limits.heads * size_of::<Landed>();
-        let rows = limits.rows * (size_of::<Row>() + size_of::<RowInfo>() + size_of::<RowGroup>());
+        let rows =
+            limits.rows * (size_of::<Row>() + size_of::<RowInfo>() + size_of::<RowGroup>() + size_of::<Option<u32>>());
+        let drafts = limits.heads * (size_of::<RowInfo>() + 8);
         let writers = limits.blocks * size_of::<(u64, u16)>();
-        (landed + rows + writers + limits.slots * size_of::<Slot>()) as u64
+        (landed + rows + drafts + writers + limits.slots * size_of::<Slot>()) as u64
     }
 
     /// Fixes the vocabulary, and makes the samplers' scratch, one a thread, and room for the logits that the host reads.
@@ -175,17 +207,23 @@ impl State {
         self.infos.clear();
         self.groups.clear();
         self.heads.clear();
+        self.drawn.clear();
+        self.drawn.resize(self.rows.len(), None);
+        self.drafting = false;
         for r in 0..self.rows.len() {
             let row = self.rows[r];
             let mut info = resolve(&mut self.slots, &row, self.vocab, self.limits.context);
             if info.live && !self.claim(&info) {
-                self.slots[info.slot].fault = landed_flags::OUT_OF_RANGE;
+                // A draft may be left out. If it is the sequence that goes wrong here, its own row will find out.
+                if row.flags & row_flags::VERIFY == 0 {
+                    self.slots[info.slot].fault = landed_flags::OUT_OF_RANGE;
+                }
                 info = RowInfo { slot: info.slot, ..RowInfo::default() };
             }
             if let Some(before) = self.infos.last().filter(|before| info.follows(before)) {
                 info.back = before.back + 1;
             }
-            if row.flags & (row_flags::HEAD | row_flags::SAMPLE | row_flags::SCORE) != 0 {
+            if row.flags & HEADS != 0 {
                 self.heads.push(r as u32);
             }
             match self.groups.last_mut() {
@@ -228,14 +266,25 @@ impl State {
         free
     }
 
+    /// The rows that stages run over: those of the step, or draft rows.
     pub fn infos(&self) -> &[RowInfo] {
-        &self.infos
+        if self.drafting { &self.draft_infos } else { &self.infos }
     }
 
-    /// The token after a live row: the next row's, or what the table says follows; `None` where that is no token.
+    /// The token after a live row: what it drew, the next row's, or what the table says follows; of a draft row, its last
+    /// draft. `None` where that is no token.
     pub fn next_token(&self, r: usize) -> Option<u32> {
-        let token = if self.infos[r].ahead > 0 { self.infos[r + 1].token } else { self.rows[r].target };
-        (self.infos[r].live && (token as usize) < self.vocab).then_some(token)
+        let info = self.infos()[r];
+        let token = if self.drafting {
+            info.token
+        } else if let Some(token) = self.drawn[r] {
+            token
+        } else if info.ahead > 0 {
+            self.infos[r + 1].token
+        } else {
+            self.rows[r].target
+        };
+        (info.live && (token as usize) < self.vocab).then_some(token)
     }
 
     pub fn groups(&self) -> &[RowGroup] {
@@ -244,7 +293,12 @@ impl State {
 
     /// Row index of each head row.
     pub fn heads(&self) -> &[u32] {
-        &self.heads
+        if self.drafting { &self.draft_heads } else { &self.heads }
+    }
+
+    /// Of each draft row, the row of the step that it continues.
+    pub fn draft_from(&self) -> &[u32] {
+        &self.draft_from
     }
 
     pub fn blocks(&self, slot: usize) -> &[u32] {
@@ -298,19 +352,98 @@ impl State {
                 *landed = land(&slots[infos[r].slot], &rows[r], infos[r], logits, scratch);
             }
         });
+        self.settle();
+    }
+
+    /// Emits the draws that count.
+    fn settle(&mut self) {
+        let entry = (self.step + 1) as usize % self.ring.len();
+        let mut h = 0;
+        while h < self.heads.len() {
+            let r = self.heads[h] as usize;
+            let row = self.rows[r];
+            let follows = |&(&other, at): &(&u32, usize)| {
+                let verify = self.rows[other as usize];
+                other as usize == at && verify.slot == row.slot && verify.flags & row_flags::VERIFY != 0
+            };
+            let verify = self.heads[h + 1..].iter().zip(r + 1..).take_while(follows).count();
+            if row.flags & row_flags::SAMPLE != 0 {
+                let landed = &mut self.ring[entry][h..=h + verify];
+                self.slots[usize::from(row.slot)].settle(landed, &mut self.drawn[r..=r + verify]);
+            }
+            h += 1 + verify;
+        }
+    }
+
+    /// Makes the draft rows the table, padded to `rows`.
+    pub fn begin_drafts(&mut self, rows: usize) {
+        self.draft_infos.clear();
+        self.draft_heads.clear();
+        self.draft_from.clear();
+        for (r, row) in self.rows.iter().enumerate().filter(|(_, row)| row.flags & row_flags::PROPOSE != 0) {
+            let counted = self.drawn[r..]
+                .iter()
+                .zip(&self.rows[r..])
+                .take_while(|(drawn, other)| drawn.is_some() && other.slot == row.slot);
+            let last = r + counted.count().saturating_sub(1);
+            let info = self.infos[last];
+            let live = self.drawn[r].is_some() && self.slots[info.slot].active;
+            self.draft_heads.push(self.draft_infos.len() as u32);
+            self.draft_infos.push(RowInfo { live, slot: info.slot, pos: info.pos, ..RowInfo::default() });
+            self.draft_from.push(last as u32);
+        }
+        assert!(self.draft_infos.len() <= rows, "{} draft rows, the key has {rows}", self.draft_infos.len());
+        self.draft_infos.resize(rows, RowInfo::default());
+        self.drafting = true;
+    }
+
+    /// Draws a draft for every draft row. `logits`: `[draft rows, vocab]`.
+    pub fn sample_drafts(&mut self, team: &mut super::Team, logits: &[f32]) {
+        let n = self.draft_heads.len();
+        let tasks = self.samplers.len().min(n);
+        let samplers = super::buf::Shared::new(&mut self.samplers);
+        let drawn = super::buf::Shared::new(&mut self.draft_infos);
+        let (slots, vocab) = (&self.slots, self.vocab);
+        team.run(tasks, &|task, _| {
+            // SAFETY: task `task` has this scratch and the draft rows congruent to it for itself.
+            let scratch = unsafe { &mut samplers.slice_mut(task, 1)[0] };
+            for i in (task..n).step_by(tasks) {
+                // SAFETY: as above.
+                let info = unsafe { &mut drawn.slice_mut(i, 1)[0] };
+                let slot = &slots[info.slot];
+                let logits = &logits[i * vocab..(i + 1) * vocab];
+                let token = (info.live && slot.takes_draft()).then(|| slot.draw(logits, slot.n_drafts, None, scratch));
+                match token.map(|sampled| sampled.token) {
+                    Some(Ok(token)) => info.token = token,
+                    _ => info.live = false,
+                }
+            }
+        });
+        for info in self.draft_infos.iter_mut().filter(|info| info.live) {
+            self.slots[info.slot].push_draft(info.token);
+            info.pos += 1;
+            info.live = (info.pos as usize) < self.limits.context;
+        }
+    }
+
+    /// Asks for drafts from outside.
+    pub fn propose(&mut self, drafts: usize, next: &mut dyn FnMut(Wanted<'_>) -> Option<u32>) {
+        for row in self.rows.iter().filter(|row| row.flags & row_flags::PROPOSE != 0) {
+            let slot = &mut self.slots[usize::from(row.slot)];
+            while slot.active && slot.n_drafts < drafts && slot.takes_draft() {
+                let drafts = &slot.drafts[..slot.n_drafts];
+                let wanted = Wanted { slot: row.slot, generation: slot.generation, n_out: slot.n_out, drafts };
+                let Some(token) = next(wanted) else { break };
+                slot.push_draft(token);
+            }
+        }
     }
 
     /// Moves positions past the step's rows, decides what ended, and publishes the step.
     pub fn commit(&mut self) {
         let entry = (self.step + 1) as usize % self.ring.len();
-        for (h, &r) in self.heads.iter().enumerate() {
-            let row = &self.rows[r as usize];
-            if row.flags & row_flags::SAMPLE != 0 {
-                self.slots[usize::from(row.slot)].emit(&mut self.ring[entry][h]);
-            }
-        }
-        for (row, info) in self.rows.iter().zip(&self.infos) {
-            if info.live {
+        for ((row, info), drawn) in self.rows.iter().zip(&self.infos).zip(&self.drawn) {
+            if info.live && (row.flags & DRAWS == 0 || drawn.is_some()) {
                 self.slots[usize::from(row.slot)].pos += 1;
             }
         }
@@ -353,10 +486,20 @@ fn resolve(slots: &mut [Slot], row: &Row, vocab: usize, context: usize) -> RowIn
         return inert;
     }
     let pos = slot.pos.saturating_add(row.offset);
-    let token = if row.token == TOKEN_OF_SLOT { slot.token } else { row.token };
+    let verifies = row.flags & row_flags::VERIFY != 0;
+    let token = match row.token {
+        _ if verifies => match slot.draft(row.offset) {
+            Some(draft) => draft,
+            None => return inert,
+        },
+        TOKEN_OF_SLOT => slot.token,
+        token => token,
+    };
     let held = slot.blocks.len() * BLOCK_TOKENS;
     if token as usize >= vocab || pos as usize >= context.min(held) {
-        slot.fault = landed_flags::OUT_OF_RANGE;
+        if !verifies {
+            slot.fault = landed_flags::OUT_OF_RANGE;
+        }
         return inert;
     }
     RowInfo { live: true, slot: index, pos, token, ..RowInfo::default() }
@@ -365,12 +508,15 @@ fn resolve(slots: &mut [Slot], row: &Row, vocab: usize, context: usize) -> RowIn
 /// A head row's entry, before `emit` decides whether it ended.
 fn land(slot: &Slot, row: &Row, info: RowInfo, logits: &[f32], scratch: &mut Scratch) -> Landed {
     let mut landed = Landed { slot: u32::from(row.slot), generation: slot.generation, ..Landed::default() };
+    if row.flags & row_flags::VERIFY != 0 {
+        landed.flags = landed_flags::VERIFIED;
+    }
     if slot.fault != 0 && slot.active {
-        landed.flags = slot.fault;
+        landed.flags |= slot.fault;
         return landed;
     }
     if !info.live {
-        landed.flags = landed_flags::INERT;
+        landed.flags |= landed_flags::INERT;
         return landed;
     }
     if row.flags & row_flags::SCORE != 0 {
@@ -383,13 +529,15 @@ fn land(slot: &Slot, row: &Row, info: RowInfo, logits: &[f32], scratch: &mut Scr
             Err(fault) => landed.flags = fault.landed_flag() | landed_flags::SCORED,
         }
     }
-    if row.flags & row_flags::SAMPLE != 0 {
-        draw(slot, logits, scratch, &mut landed);
+    if row.flags & DRAWS != 0 {
+        let drafts = if row.flags & row_flags::VERIFY != 0 { row.offset as usize } else { 0 };
+        draw(slot, drafts, logits, scratch, &mut landed);
     }
     landed
 }
 
-fn draw(slot: &Slot, logits: &[f32], scratch: &mut Scratch, landed: &mut Landed) {
+/// Draws as if the slot's first `drafts` drafts had been emitted.
+fn draw(slot: &Slot, drafts: usize, logits: &[f32], scratch: &mut Scratch, landed: &mut Landed) {
     if let Some(forced) = slot.forced {
         if forced.fault != 0 {
             landed.flags |= forced.fault;
@@ -407,16 +555,7 @@ fn draw(slot: &Slot, logits: &[f32], scratch: &mut Scratch, landed: &mut Landed)
         }
         return;
     }
-    let inputs = RowInputs {
-        bias: &slot.bias,
-        grammar: slot.mask.as_deref(),
-        stop_ids: &slot.stop_ids,
-        seen: slot.seen.as_ref().map_or(&[], SeenTokens::tokens),
-        dry: slot.dry.as_ref().map(|(table, history)| DryInputs { table, history }),
-        logprobs: slot.logprobs,
-    };
-    let params = slot.params.as_ref().expect("an active slot was admitted with parameters");
-    let sampled = sample_row(logits, params, &inputs, slot.n_out, scratch);
+    let sampled = slot.draw(logits, drafts, slot.logprobs, scratch);
     match sampled.token {
         Ok(token) => {
             (landed.n_tokens, landed.tokens[0]) = (1, token);
@@ -441,12 +580,11 @@ fn put_top(landed: &mut Landed, scratch: &Scratch) {
 impl Slot {
     fn admit(&mut self, init: &SlotInit, vocab: usize, context: usize) {
         let params = SamplerParams::new(&init.sampling);
-        let dry = init.sampling.dry.as_ref().and_then(DryTable::new);
-        let mut history = Vec::new();
-        if dry.is_some() {
-            history.reserve(context);
+        let dry = init.sampling.dry.as_ref().and_then(DryTable::new).map(|table| {
+            let mut history = Vec::with_capacity(context);
             history.extend_from_slice(&init.penalty_prompt);
-        }
+            Dry { table, emitted: history.len(), history }
+        });
         let spare = self.seen.take().or_else(|| self.spare_seen.take());
         let (seen, spare_seen) = if params.reads_seen() {
             let mut seen = spare.unwrap_or_else(|| SeenTokens::new(vocab, &[], context));
@@ -467,41 +605,103 @@ impl Slot {
             spare_seen,
             params: Some(params),
             bias: init.sampling.bias.clone(),
-            dry: dry.map(|table| (table, history)),
+            dry,
             logprobs: init.logprobs,
             prompt_top: init.prompt_top,
             ..Slot::default()
         };
     }
 
-    /// Takes the row's token into the sequence and notes in `landed` whether that ends it.
-    fn emit(&mut self, landed: &mut Landed) {
+    /// Draft `j`, counted from 1, where the slot has one and may emit a token after it.
+    fn draft(&self, j: u32) -> Option<u32> {
+        let within = j >= 1 && j as usize <= self.n_drafts && self.n_out.saturating_add(j) < self.max_out;
+        within.then(|| self.drafts[j as usize - 1])
+    }
+
+    /// Whether another draft could be of use.
+    fn takes_draft(&self) -> bool {
+        self.n_drafts < MAX_DRAFTS && self.n_out + (self.n_drafts as u32) < self.max_out
+    }
+
+    fn push_draft(&mut self, token: u32) {
+        self.drafts[self.n_drafts] = token;
+        self.n_drafts += 1;
+        if let Some(dry) = &mut self.dry {
+            dry.history.push(token);
+        }
+    }
+
+    /// Draws as if the first `drafts` drafts had been emitted.
+    fn draw(&self, logits: &[f32], drafts: usize, logprobs: Option<u32>, scratch: &mut Scratch) -> Sampled {
+        let history = |dry: &'_ Dry| dry.emitted + drafts;
+        let inputs = RowInputs {
+            bias: &self.bias,
+            grammar: self.mask.as_deref(),
+            stop_ids: &self.stop_ids,
+            seen: self.seen.as_ref().map_or(&[], SeenTokens::tokens),
+            drafts: &self.drafts[..drafts],
+            dry: self.dry.as_ref().map(|dry| DryInputs { table: &dry.table, history: &dry.history[..history(dry)] }),
+            logprobs,
+        };
+        let params = self.params.as_ref().expect("an active slot was admitted with parameters");
+        sample_row(logits, params, &inputs, self.n_out + drafts as u32, scratch)
+    }
+
+    /// Emits the draws that count: the first row's and, while they equal the drafts, those of the rows that verify.
+    /// `landed` and `drawn` are of these rows; the tokens join the first entry, with what ended the sequence.
+    fn settle(&mut self, landed: &mut [Landed], drawn: &mut [Option<u32>]) {
         self.mask = None;
         self.forced = None;
-        if landed.flags & landed_flags::FAULT != 0 {
-            self.active = false;
-            return;
+        let (first, verify) = landed.split_first_mut().expect("a row that draws");
+        let mut draw = *first;
+        first.n_tokens = 0;
+        for (j, drawn) in drawn.iter_mut().enumerate() {
+            first.flags |= draw.flags & landed_flags::FAULT;
+            if first.flags & landed_flags::FAULT != 0 {
+                self.active = false;
+                break;
+            }
+            if draw.n_tokens == 0 {
+                break;
+            }
+            let token = draw.tokens[0];
+            (first.n_tokens, first.tokens[j]) = (j as u32 + 1, token);
+            *drawn = Some(token);
+            first.flags |= self.emit(token);
+            if !self.active || self.drafts[..self.n_drafts].get(j) != Some(&token) {
+                break;
+            }
+            let Some(next) = verify.get(j) else { break };
+            draw = *next;
         }
-        if landed.n_tokens == 0 {
-            return;
+        self.n_drafts = 0;
+        for landed in verify {
+            landed.n_tokens = 0;
+            landed.flags &= landed_flags::VERIFIED | landed_flags::INERT;
         }
-        let token = landed.tokens[0];
+    }
+
+    /// Takes a token into the sequence, and says whether that ends it.
+    fn emit(&mut self, token: u32) -> u32 {
         self.token = token;
         self.n_out += 1;
         if let Some(seen) = &mut self.seen {
             seen.push(token);
         }
-        if let Some((_, history)) = &mut self.dry {
-            history.push(token);
+        if let Some(dry) = &mut self.dry {
+            dry.history.truncate(dry.emitted);
+            dry.history.push(token);
+            dry.emitted += 1;
         }
-        if !self.ignore_stop && self.stop_ids.contains(&token) {
-            landed.flags |= landed_flags::DONE_STOP;
+        let done = if !self.ignore_stop && self.stop_ids.contains(&token) {
+            landed_flags::DONE_STOP
         } else if self.n_out >= self.max_out {
-            landed.flags |= landed_flags::DONE_LENGTH;
-        }
-        if landed.flags & landed_flags::DONE != 0 {
-            self.active = false;
-        }
+            landed_flags::DONE_LENGTH
+        } else {
+            0
+        };
+        self.active = done == 0;
+        done
     }
 }
 

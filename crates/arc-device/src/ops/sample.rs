@@ -191,6 +191,8 @@ pub struct RowInputs<'a> {
     pub stop_ids: &'a [u32],
     /// Distinct tokens of prompt and output. Read only where [`SamplerParams::reads_seen`].
     pub seen: &'a [SeenToken],
+    /// Drafts that are taken to have been emitted after what `seen` holds. Read only where `seen` is.
+    pub drafts: &'a [u32],
     /// DRY, where the request has it.
     pub dry: Option<DryInputs<'a>>,
     /// Report the logprob of the drawn token with this many alternatives, at most
@@ -203,7 +205,7 @@ pub struct RowInputs<'a> {
 pub struct DryInputs<'a> {
     /// Parameters and power table, made once for a request.
     pub table: &'a dry::DryTable,
-    /// Prompt and output, in order.
+    /// Prompt, output, and drafts that are taken to have been emitted, in order.
     pub history: &'a [u32],
 }
 

@@ -232,4 +232,25 @@ impl OpsV4 for Trace {
         let what = format!("{}, {STREAMS} of {}", shape(&w.embed), shape(&w.stream));
         self.stage("draft_in", what, w.embed.bytes + w.stream.bytes, 0)
     }
+
+    fn draft_rows(
+        &mut self,
+        out: &mut Streams<Self>,
+        h: &mut TraceBuf,
+        streams: &Streams<Self>,
+        merged: &TraceBuf,
+        cfg: &HcConfig,
+        rows: usize,
+    ) -> Result<()> {
+        for (buf, len) in
+            [(&out.x, STREAMS * cfg.dim), (&streams.x, STREAMS * cfg.dim), (h, cfg.dim), (merged, cfg.dim)]
+        {
+            self.needs("draft_rows", buf, rows * len)?;
+        }
+        self.stage("draft_rows", format!("{rows} rows, {STREAMS}x{} f32", cfg.dim), 0, 0)
+    }
+
+    fn sample_drafts(&mut self, _logits: &mut TraceBuf, rows: usize) -> Result<()> {
+        self.stage("sample_drafts", format!("{rows} rows"), 0, 0)
+    }
 }

@@ -178,7 +178,7 @@ impl Rig {
         let head = row_flags::HEAD | row_flags::SAMPLE;
         let heads = rows.iter().filter(|row| row.flags & head != 0).count() as u32;
         let ctx = self.ctx;
-        let key = |part| StepKey { rows: n, heads, ctx, part };
+        let key = |part| StepKey::new(n, heads, ctx, part);
         self.runner.stage(&StepDelta { admit, rows: Some(rows), ..StepDelta::default() }).expect("staged");
         self.runner.enqueue(key(Part::Forward)).expect("forward");
         let all: Vec<u32> = (0..heads).collect();

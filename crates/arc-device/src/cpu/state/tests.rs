@@ -1,3 +1,5 @@
+mod speculation;
+
 use super::State;
 use crate::ops::sample::SamplerConfig;
 use crate::step::{BLOCK_TOKENS, CtxClass, Limits, Part, Row, SlotInit, StepDelta, StepKey, landed_flags, row_flags};
@@ -28,7 +30,7 @@ fn row(slot: u16, offset: u32) -> Row {
 fn resolve(admit: Vec<SlotInit>, rows: Vec<Row>) -> (Vec<bool>, Vec<usize>) {
     let mut state = State::new(&LIMITS);
     state.vocab = 8;
-    let key = StepKey { rows: rows.len() as u32, heads: 8, ctx: CtxClass::Short, part: Part::Whole };
+    let key = StepKey::new(rows.len() as u32, 8, CtxClass::Short, Part::Whole);
     state.stage(&StepDelta { admit, rows: Some(rows), ..StepDelta::default() });
     state.begin(key).expect("a table of its length");
     let once = state.infos().iter().map(|info| info.live).collect::<Vec<_>>();
@@ -81,7 +83,7 @@ fn a_step_in_two_parts_keeps_its_logits_without_allocating() {
     let room = state.kept.capacity();
     let rows = (0..LIMITS.heads as u32).map(|offset| row(0, offset)).collect();
     state.stage(&StepDelta { admit: vec![admit(0, 0, &[0, 1])], rows: Some(rows), ..StepDelta::default() });
-    let key = StepKey { rows: 8, heads: 8, ctx: CtxClass::Short, part: Part::Forward };
+    let key = StepKey::new(8, 8, CtxClass::Short, Part::Forward);
     state.begin(key).expect("a table of its length");
     let logits: Vec<f32> = (0..64).map(|i| i as f32).collect();
     state.keep(&logits);

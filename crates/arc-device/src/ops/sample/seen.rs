@@ -1,4 +1,4 @@
-//! Which tokens a sequence holds, kept up to date as it grows and is taken back.
+//! Which tokens a sequence holds, kept up to date as it grows.
 
 use super::SeenToken;
 
@@ -38,14 +38,7 @@ impl SeenTokens {
         self.entry(id).in_output += 1;
     }
 
-    /// The output lost a token (a draft that was not accepted). Panics where the output does not hold it.
-    pub fn pop(&mut self, id: u32) {
-        let entry = self.entry(id);
-        assert!(entry.in_output > 0, "token {id} is taken back, but the output does not hold it");
-        entry.in_output -= 1;
-    }
-
-    /// Every token seen; may hold tokens whose counts have gone back to nothing.
+    /// Every token seen.
     pub fn tokens(&self) -> &[SeenToken] {
         &self.tokens
     }

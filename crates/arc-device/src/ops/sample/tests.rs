@@ -36,13 +36,17 @@ impl Case {
         let params = SamplerParams::new(&self.config);
         let history: Vec<u32> = self.prompt.iter().chain(&self.output).copied().collect();
         let mut seen = SeenTokens::new(self.logits.len(), &self.prompt, history.len());
-        self.output.iter().for_each(|&id| seen.push(id));
+        // The output's end as drafts: to the sampler they are as good as emitted.
+        let n_drafts = self.output.len().min(self.draw_index as usize % 5);
+        let (output, drafts) = self.output.split_at(self.output.len() - n_drafts);
+        output.iter().for_each(|&id| seen.push(id));
         let table = self.config.dry.as_ref().and_then(DryTable::new);
         let row = RowInputs {
             bias: &self.config.bias,
             grammar: self.grammar.as_deref(),
             stop_ids: &self.stop_ids,
             seen: seen.tokens(),
+            drafts,
             dry: table.as_ref().map(|table| DryInputs { table, history: &history }),
             logprobs,
         };

@@ -217,35 +217,9 @@ fn the_dry_table_is_bounded_and_absent_at_multiplier_0() {
 }
 
 #[test]
-fn tokens_taken_back_are_as_if_never_emitted() {
-    let vocab = 50;
-    let mut drafted = SeenTokens::new(vocab, &[3, 3, 4], 10);
-    let mut plain = drafted.clone();
-    [3, 7].iter().for_each(|&id| plain.push(id));
-    [3, 7, 9, 7].iter().for_each(|&id| drafted.push(id));
-    [7, 9].iter().for_each(|&id| drafted.pop(id));
-
-    let config = SamplerConfig { temperature: 0.0, presence: 1.0, repetition: 1.5, ..SamplerConfig::default() };
-    let params = SamplerParams::new(&config);
-    let logits = some_logits(vocab, 8);
-    let mut scratch = Scratch::new(vocab, 0);
-    let mut token = |seen: &SeenTokens, logits: &[f32]| {
-        let row = RowInputs { seen: seen.tokens(), ..RowInputs::default() };
-        sample_row(logits, &params, &row, 2, &mut scratch).token
-    };
-    for favoured in 0..vocab {
-        let mut logits = logits.clone();
-        logits[favoured] = 8.0;
-        logits[9] = 7.5;
-        assert_eq!(token(&drafted, &logits), token(&plain, &logits), "{favoured}");
-    }
-}
-
-#[test]
 fn a_restarted_table_holds_nothing_of_the_former_sequence() {
     let mut seen = SeenTokens::new(50, &[3, 3, 4], 10);
     [3, 7, 9, 7].iter().for_each(|&id| seen.push(id));
-    seen.pop(9);
     seen.restart(&[7, 1]);
     let mut new = SeenTokens::new(50, &[7, 1], 10);
     assert_eq!(seen.tokens(), new.tokens());
