@@ -18,7 +18,7 @@ pub fn cases(suite: &mut Suite) {
         let mut text = Vec::new();
         for rows in [1, 8, 64, 256] {
             pair.gpu.stage(&StepDelta { rows: Some(vec![padding(); rows]), ..StepDelta::default() }).expect("staged");
-            let key = StepKey { rows: rows as u32, heads: 256, ctx: CtxClass::Short, part: Part::Forward };
+            let key = StepKey::new(rows as u32, 256, CtxClass::Short, Part::Forward);
             let us = pair.gpu.bench(key, 50, &mut |dev| dev.commit(rows, rows)).expect("it runs");
             text.push(format!("commit of {rows}: {us:.2} us"));
         }
@@ -81,7 +81,7 @@ fn tables(suite: &Suite, seed: u64) -> Verdict {
         let n = rows.len();
         let release = if rng.below(3) == 0 { vec![rng.below(slots) as u16] } else { Vec::new() };
         pair.stage(&StepDelta { rows: Some(rows.clone()), release, ..StepDelta::default() });
-        let key = StepKey { rows: n as u32, heads: 64, ctx: CtxClass::Short, part: Part::Whole };
+        let key = StepKey::new(n as u32, 64, CtxClass::Short, Part::Whole);
         let heads = rows.iter().filter(|row| row.flags & row_flags::HEAD != 0).count();
         let (want, got) = (land(&mut pair, key, n, heads, step)?, land_gpu(&mut pair, key, n, heads, step)?);
         for (h, (want, got)) in want.iter().zip(&got).enumerate() {

@@ -133,7 +133,7 @@ pub fn shape(vocab: usize, hidden: usize) -> ModelShape {
 
 /// The key of a step that only runs stages: nothing is drawn or committed.
 pub fn stage_key(rows: usize) -> StepKey {
-    StepKey { rows: rows as u32, heads: 256, ctx: CtxClass::Long, part: Part::Forward }
+    StepKey::new(rows as u32, 256, CtxClass::Long, Part::Forward)
 }
 
 /// A decoding row of `slot`.

@@ -151,4 +151,20 @@ impl OpsV4 for Cuda {
     ) -> Result<()> {
         Err(todo("draft_in"))
     }
+
+    fn draft_rows(
+        &mut self,
+        _out: &mut Streams<Self>,
+        _h: &mut Self::Buf<f32>,
+        _streams: &Streams<Self>,
+        _merged: &Self::Buf<f32>,
+        _cfg: &HcConfig,
+        _rows: usize,
+    ) -> Result<()> {
+        Err(todo("draft_rows"))
+    }
+
+    fn sample_drafts(&mut self, _logits: &mut Self::Buf<f32>, _rows: usize) -> Result<()> {
+        Err(todo("sample_drafts"))
+    }
 }

@@ -44,9 +44,11 @@ impl Buckets {
         let mut keys = Vec::new();
         for ctx in [CtxClass::Short, CtxClass::Medium, CtxClass::Long] {
             for &rows in list {
-                keys.push(StepKey { rows, heads: 0, ctx, part: Part::Whole });
+                keys.push(StepKey::new(rows, 0, ctx, Part::Whole));
                 let heads = self.heads(rows, 1, max_heads);
-                keys.extend([Part::Whole, Part::Forward, Part::Sample].map(|part| StepKey { rows, heads, ctx, part }));
+                keys.extend(
+                    [Part::Whole, Part::Forward, Part::Sample].map(|part| StepKey::new(rows, heads, ctx, part)),
+                );
             }
             if context <= ctx.limit() {
                 break;
@@ -85,7 +87,7 @@ mod tests {
             for heads in [0, 1, n] {
                 let rows = list.pad(n);
                 for ctx in [CtxClass::Short, CtxClass::Medium] {
-                    let key = StepKey { rows, heads: list.heads(rows, heads, 16), ctx, part: Part::Whole };
+                    let key = StepKey::new(rows, list.heads(rows, heads, 16), ctx, Part::Whole);
                     assert!(keys.contains(&key), "{key}");
                 }
             }
