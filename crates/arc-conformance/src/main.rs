@@ -11,6 +11,7 @@
 #![forbid(unsafe_code)]
 
 mod compare;
+mod faults;
 mod inputs;
 mod models;
 mod state;
@@ -35,6 +36,7 @@ fn main() -> ExitCode {
                 Some(n) => ordinal = n,
                 None => return usage("--device takes a number"),
             },
+            "--child" => return faults::child(&args.collect::<Vec<_>>()),
             "--model" => match args.next() {
                 Some(path) => models.push(PathBuf::from(path)),
                 None => return usage("--model takes a file or folder"),
@@ -49,6 +51,7 @@ fn main() -> ExitCode {
         return ExitCode::from(if require { 2 } else { 0 });
     }
     state::cases(&mut suite);
+    faults::cases(&mut suite);
     models::cases(&mut suite, &models);
     suite.finish()
 }

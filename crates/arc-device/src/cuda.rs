@@ -341,6 +341,12 @@ impl Cuda {
         Ok(f64::from(least) * 1e3 / repeats as f64)
     }
 
+    /// Launches a kernel that traps, which no context survives. For tests of what happens then.
+    pub fn inject_trap(&mut self) -> Result<()> {
+        self.enter()?;
+        self.launch(kernel!("step_trap"), Grid::new(1, 1), &[])
+    }
+
     fn check_key(&mut self, key: StepKey) -> Result<()> {
         let most = self.limits.heads;
         let state = self.state();

@@ -262,3 +262,6 @@ extern "C" __global__ void step_signal(uint64_t* at, uint64_t value) {
     __threadfence_system();
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
+
+// For tests of faults: ends the context as an illegal access would.
+extern "C" __global__ void step_trap() { asm volatile("trap;"); }

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Everything that a GPU machine without Rust needs, in one folder: stripped binaries with their kernels, small models,
+# fixtures, and the script that runs there.
+#
+#     tests/gpu_bundle.sh [FOLDER]          then, on the GPU machine, in FOLDER:   ./run
+set -euo pipefail
+cd "$(dirname "$0")/.."
+to=${1:-target/gpu}
+mkdir -p "$to/bin" "$to/models"
+cargo build --release --locked -p arc -p arc-conformance
+for program in arc arc-conformance; do
+    strip -o "$to/bin/$program" "target/release/$program"
+done
+ARC_CACHE_DIR="$to" "$to/bin/arc" pull smollm2-135m
+cp -r tests/fixtures/deepseek-v4-tiny "$to/models/"
+cp tests/fixtures/ppl.txt "$to/"
+cp tests/gpu_run.sh "$to/run"
+du -sh "$to"
