@@ -3,11 +3,12 @@
 mod v4;
 
 use arc_device::step::{BLOCK_TOKENS, CtxClass, Limits};
+use arc_engine::load::synthetic::V4Sizes;
 use arc_engine::model::ModelConfig;
 use arc_engine::model::deepseek_v4::{Numerics, V4Config, rope_row};
 use safetensors::SafeTensors;
-use v4::plain::Plain;
-use v4::{Golden, Rig, VOCAB, admit_within, dequantised, divergence, load_within, native, rows, worst};
+use v4::plain::{Plain, Weights};
+use v4::{Golden, Rig, VOCAB, admit_within, dequantised, divergence, fixture_sizes, load_within, native, rows, worst};
 
 /// Past 513 compressed rows.
 const TOKENS: usize = 2060;
@@ -18,6 +19,13 @@ fn config() -> V4Config {
         Ok(ModelConfig::DeepseekV4(config)) => config,
         other => panic!("{other:?}"),
     }
+}
+
+/// The plain model of the fixture's weights.
+fn plain(top: usize) -> Plain<'static> {
+    let frequencies = [false, true].map(|compressed| config().frequencies(compressed));
+    let sizes = V4Sizes { index_top: top, ..fixture_sizes() };
+    Plain { weights: Weights::held(&dequantised()), sizes, frequencies }
 }
 
 /// Which token stands at a position: no period that a window could share.
@@ -50,10 +58,8 @@ fn run(top: usize, chunk: usize, ids: &[u32]) -> Vec<f32> {
 #[test]
 fn every_border_is_as_in_the_plain_model() {
     let ids: Vec<u32> = (0..TOKENS).map(token).collect();
-    let (tensors, config) = (dequantised(), config());
     for (top, tokens) in [(512, TOKENS), (8, 600)] {
-        let mut plain = Plain::new(&tensors, [false, true].map(|kind| config.frequencies(kind)), top);
-        let want: Vec<f32> = ids[..tokens].iter().flat_map(|&id| plain.step(id)).collect();
+        let want = plain(top).logits(&ids[..tokens]);
         for chunk in [1, 300] {
             let got = run(top, chunk, &ids[..tokens]);
             let (error, at) = worst(&got, &want);
@@ -68,10 +74,7 @@ fn every_border_is_as_in_the_plain_model() {
 #[test]
 fn the_plain_model_gives_the_golden() {
     let golden = Golden::open("golden.safetensors");
-    let (ids, config) = (golden.ids("long.input_ids"), config());
-    let mut plain = Plain::new(&dequantised(), [false, true].map(|kind| config.frequencies(kind)), 8);
-    let logits: Vec<f32> = ids.iter().flat_map(|&id| plain.step(id)).collect();
-    let (error, at) = worst(&logits, &golden.floats("long.logits"));
+    let (error, at) = worst(&plain(8).logits(&golden.ids("long.input_ids")), &golden.floats("long.logits"));
     assert!(error < 1e-4, "{error} at row {}", at / VOCAB);
 }
 

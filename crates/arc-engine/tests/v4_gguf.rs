@@ -15,7 +15,7 @@ use arc_engine::model::ModelConfig;
 use arc_engine::model::deepseek_v4::Numerics;
 use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
-use v4::{Golden, Rig, VOCAB, dequantised, native, same_bits};
+use v4::{Golden, Rig, VOCAB, dequantised, fixture_sizes, native, same_bits};
 
 /// A file that goes with its test.
 struct Temporary(PathBuf);
@@ -92,11 +92,6 @@ fn metadata(s: &V4Sizes) -> GgufWriter {
 fn integers(name: &str, shape: &[usize], data: Vec<u8>) -> TensorSpec {
     let dims = shape.iter().rev().map(|&dim| dim as u64).collect();
     TensorSpec { name: name.into(), dims, n_dims: None, code: 26, offset: None, data }
-}
-
-/// The sizes of the fixture.
-fn fixture_sizes() -> V4Sizes {
-    V4Sizes { hidden: 128, expert_dim: 128, ..V4Sizes::tiny() }
 }
 
 /// The fixture as GGUF: experts in MXFP4, which holds their FP4 bits, everything else as BF16 and F32.

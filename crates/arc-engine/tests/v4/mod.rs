@@ -10,6 +10,7 @@ use arc_device::ops::sample::SamplerConfig;
 use arc_device::step::{BLOCK_TOKENS, CtxClass, Limits, Part, Row, SlotInit, StepDelta, StepKey, row_flags};
 use arc_device::{DeviceLoop, Landing};
 use arc_engine::load::ModelFile;
+use arc_engine::load::synthetic::V4Sizes;
 use arc_engine::model::deepseek_v4::{Numerics, V4Config};
 use arc_engine::model::{Model, ModelConfig};
 use arc_engine::runner::Runner;
@@ -26,6 +27,11 @@ pub fn limits() -> Limits {
 
 pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/deepseek-v4-tiny").join(name)
+}
+
+/// The sizes of the fixture.
+pub fn fixture_sizes() -> V4Sizes {
+    V4Sizes { hidden: 128, expert_dim: 128, ..V4Sizes::tiny() }
 }
 
 /// Tensors of a golden file.

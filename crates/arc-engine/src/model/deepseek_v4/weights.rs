@@ -335,15 +335,17 @@ fn to_floats(format: Format, bytes: &[u8], n: usize, to: Format) -> Option<Vec<u
     let mut values = vec![0.0; n];
     format.decode_row(bytes, &mut values);
     if to == Format::F32 {
-        return Some(values.iter().flat_map(|value| value.to_le_bytes()).collect());
+        let mut out = vec![0; 4 * n];
+        out.as_chunks_mut().0.iter_mut().zip(values).for_each(|(out, value)| *out = value.to_le_bytes());
+        return Some(out);
     }
-    let mut out = Vec::with_capacity(2 * n);
-    for value in values {
+    let mut out = vec![0; 2 * n];
+    for (out, value) in out.as_chunks_mut().0.iter_mut().zip(values) {
         let bits = f32_to_bf16(value);
         if !value.is_finite() || bf16_to_f32(bits) != value {
             return None;
         }
-        out.extend(bits.to_le_bytes());
+        *out = bits.to_le_bytes();
     }
     Some(out)
 }
