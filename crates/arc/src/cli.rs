@@ -103,10 +103,12 @@ fn execute(cli: Cli) -> Result<ExitCode> {
     }
 }
 
-/// The model of that name or path: pulled if it must be, its headers read, nothing loaded.
+/// The model of that name or path: pulled if it must be, its headers read and its arithmetic chosen, nothing loaded.
 fn open_model(model: &str, config: &Config) -> Result<Described> {
     let path = arc::pull::resolve(model, &pull::options(config))?;
-    Ok(Described::read(&path)?)
+    let mut model = Described::read(&path)?;
+    model.set_numerics(config.numerics)?;
+    Ok(model)
 }
 
 fn start_log(resolved: &Resolved) {

@@ -9,6 +9,8 @@ pub mod value;
 
 use std::{net::IpAddr, path::PathBuf};
 
+use arc_engine::model::deepseek_v4::Numerics;
+
 pub use layers::{ConfigError, Resolved, Source};
 pub use value::{Auto, Device, Kind, LogFormat, LogLevel, SampleOn, Switch};
 
@@ -110,6 +112,8 @@ settings! {
     gpu: u32 = 0, Kind::Int(0, 63);
     Engine: /// Threads of the CPU team; auto: one for each core
     threads: Auto = Auto::Auto, Kind::AutoInt(1, 1024);
+    Engine: /// Arithmetic of a model that has a choice (DeepSeek-V4); every other model has serving only
+    numerics: Numerics = Numerics::Serving, Kind::Choice(&value::NUMERICS);
     Engine: /// Longest sequence in tokens, prompt and output together; auto: the model's, at most 8192
     context: Auto = Auto::Auto, Kind::AutoInt(16, 1 << 20);
     Engine: /// Sequences that run at once; auto: 1 for run and chat, 16 for serve, what was asked for bench

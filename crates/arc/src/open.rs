@@ -92,7 +92,7 @@ pub enum OpenError {
         model: usize,
     },
     /// Arithmetic that the architecture does not have.
-    #[error("{arch} has serving numerics only, not {asked}")]
+    #[error("{arch} has serving numerics only, not {asked}: leave the setting `numerics` out")]
     Numerics {
         /// The architecture.
         arch: &'static str,

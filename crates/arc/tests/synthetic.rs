@@ -32,6 +32,58 @@ fn inspect_shows_what_flash_takes() {
     assert_eq!(page.lines().filter(|line| line.trim_start().starts_with("attn_latent")).count(), 43);
 }
 
+/// The arithmetic is one setting, whatever says it; memory follows from it.
+#[test]
+fn numerics_are_a_setting_of_every_layer() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let file = dir.path().join("config.toml");
+    std::fs::write(&file, "numerics = \"simulated\"\n").expect("the temporary folder is writable");
+    let inspect = |change: &dyn Fn(&mut std::process::Command)| {
+        let mut command = arc();
+        command.args(["inspect", "synthetic:deepseek-v4-tiny"]);
+        change(&mut command);
+        let output = command.output().expect("the binary is built");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let page = String::from_utf8(output.stdout).expect("UTF-8");
+        let line = |start: &str| page.lines().find(|line| line.starts_with(start)).unwrap_or_default().to_owned();
+        (line("numerics:"), line("a sequence:"))
+    };
+    let (serving, small) = inspect(&|_| {});
+    assert_eq!(serving, "numerics: serving");
+    let (reference, large) = inspect(&|command| {
+        command.args(["--numerics", "reference"]);
+    });
+    assert_eq!(reference, "numerics: reference");
+    assert_ne!(small, large);
+    let of_file = |command: &mut std::process::Command| {
+        command.arg("--config").arg(&file);
+    };
+    assert_eq!(inspect(&of_file).0, "numerics: simulated");
+    let both = |command: &mut std::process::Command| {
+        of_file(command);
+        command.env("ARC_NUMERICS", "simulated-full");
+    };
+    assert_eq!(inspect(&both).0, "numerics: simulated-full");
+}
+
+#[test]
+fn numerics_that_are_not_there_are_refused() {
+    let (quick, tiny) = (Duration::from_secs(5), "synthetic:deepseek-v4-tiny");
+    let choices = "reference or simulated or simulated-full or serving";
+    refused(arc().args(["inspect", tiny]).env("ARC_NUMERICS", "bf16"), b"", 1, choices, quick);
+    let listed = "reference, simulated, simulated-full, serving";
+    refused(arc().args(["inspect", tiny, "--numerics", "bf16"]), b"", 2, listed, quick);
+    let dense = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/tiny/llama");
+    for command in ["inspect", "serve", "bench"] {
+        let mut command_line = arc();
+        command_line.args([command, dense, "--numerics", "reference"]);
+        if command == "serve" {
+            command_line.args(["--port", "0"]);
+        }
+        refused(&mut command_line, b"", 1, "serving numerics only", quick);
+    }
+}
+
 #[test]
 fn names_that_are_wrong_and_text_are_refused() {
     let quick = Duration::from_secs(5);

@@ -288,6 +288,8 @@ mod tests {
             (message(None, &[("ARC_BURTS", "2")], &[]), "did you mean `ARC_BURST`?"),
             (message(None, &[("ARC_CAPTURE", "1")], &[]), "`capture` is \"1\" (from ARC_CAPTURE), must be on or off"),
             (message(None, &[("ARC_SAMPLE_ON", "hots")], &[]), "did you mean `host`?"),
+            (message(Some("numerics = \"exact\""), &[], &[]), "reference or simulated or simulated-full or serving"),
+            (message(None, &[("ARC_NUMERICS", "severing")], &[]), "did you mean `serving`?"),
             (message(None, &[("ARC_CONFIG", "/no/such/file")], &[]), "cannot read the configuration file"),
             (message(None, &[], &[("max_rows", "NaN")]), "(from --max-rows), must be an integer from 1 to 4096"),
             (message(None, &[], &[("threads", "-1")]), "must be auto or an integer"),

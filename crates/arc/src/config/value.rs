@@ -2,6 +2,8 @@
 
 use std::{fmt, net::IpAddr, path::PathBuf};
 
+use arc_engine::model::deepseek_v4::Numerics;
+
 use super::suggestion;
 
 /// What may be written for a setting. Ranges are inclusive.
@@ -145,6 +147,28 @@ choice! {
         Text = "text",
         /// One JSON object a line.
         Json = "json",
+    }
+}
+
+/// The words of [`Numerics`].
+pub(super) static NUMERICS: [&str; Numerics::ALL.len()] = {
+    let mut words = [""; Numerics::ALL.len()];
+    let mut i = 0;
+    while i < words.len() {
+        words[i] = Numerics::ALL[i].name();
+        i += 1;
+    }
+    words
+};
+
+impl Value for Numerics {
+    fn parse(text: &str, _: &Kind) -> Result<Self, String> {
+        let problem = || format!("must be {}{}", NUMERICS.join(" or "), suggestion_for(text, &NUMERICS));
+        Numerics::from_name(text).ok_or_else(problem)
+    }
+
+    fn show(&self) -> String {
+        self.name().to_owned()
     }
 }
 

@@ -12,7 +12,7 @@ use arc::{
     config::Config,
     open::{self, Sizes},
 };
-use arc_engine::{logits::prompt_logits, model::deepseek_v4::Numerics};
+use arc_engine::logits::prompt_logits;
 use serde_json::json;
 
 use crate::cli::{EngineFlags, open_model, run::read_bounded};
@@ -27,9 +27,6 @@ pub struct Args {
     /// Token ids: whole numbers between white space or commas, or a JSON array
     #[arg(long, value_name = "FILE")]
     ids: PathBuf,
-    /// In which arithmetic a model computes that has a choice: reference, simulated, simulated-full or serving
-    #[arg(long, value_name = "WORD", default_value = "serving", value_parser = numerics)]
-    numerics: Numerics,
     /// Rows of a step [default: 128]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     chunk: Option<u32>,
@@ -40,15 +37,9 @@ pub struct Args {
     pub flags: EngineFlags,
 }
 
-fn numerics(name: &str) -> Result<Numerics, String> {
-    let names = || Numerics::ALL.map(Numerics::name).join(", ");
-    Numerics::from_name(name).ok_or_else(|| format!("must be one of {}", names()))
-}
-
 pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     let ids = read_ids(&args.ids)?;
-    let mut model = open_model(&args.model, config)?;
-    model.set_numerics(args.numerics)?;
+    let model = open_model(&args.model, config)?;
     let vocab = model.config.shape().vocab;
     if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab) {
         bail!("{} has the token {id}, but the vocabulary ends at {}", args.ids.display(), vocab - 1);
