@@ -81,7 +81,7 @@ pub trait Buffers: Sized {
 
 /// Load time only.
 pub trait Alloc: Buffers {
-    /// Whether values are looked at. Where not, a model that has no file need not make any.
+    /// Whether values are looked at. Where not, none need be read or made: sizes are all that counts.
     const READS_VALUES: bool = true;
 
     /// `len` zeroed elements. Errors: `OutOfMemory`.

@@ -4,10 +4,13 @@ mod v4;
 
 use std::path::PathBuf;
 
+use arc_device::Alloc;
+use arc_device::cpu::Cpu;
+use arc_device::ops_v4::OpsV4;
 use arc_device::trace::Trace;
 use arc_engine::load::ModelFile;
 use arc_engine::model::deepseek_v4::{Numerics, V4Config};
-use arc_engine::model::{Model, ModelConfig};
+use arc_engine::model::{Model, ModelConfig, Plan};
 use safetensors::tensor::{Dtype, TensorView};
 use safetensors::{SafeTensors, serialize};
 use serde_json::{Value, json};
@@ -52,15 +55,24 @@ impl Variant {
         Variant(folder)
     }
 
-    /// Loads it on paper: the whole loader runs, nothing computes.
+    /// Loads it on a device.
     fn problem(&self) -> String {
+        self.problem_on(&mut Cpu::new(1, limits()))
+    }
+
+    /// Plans it: names, types and shapes are checked, values are not looked at.
+    fn problem_on_paper(&self) -> String {
+        self.problem_on(&mut Trace::new(limits(), 64))
+    }
+
+    fn problem_on<D: OpsV4 + Alloc>(&self, dev: &mut D) -> String {
         let file = ModelFile::open(&self.0).expect("the container is sound");
-        let load = || {
+        let mut load = || {
             let mut config = ModelConfig::read(&file)?;
             if let ModelConfig::DeepseekV4(config) = &mut config {
                 config.set_numerics(Numerics::Reference);
             }
-            Model::load(&mut Trace::new(limits(), 64), &file, &config, &limits())
+            Model::load(dev, &file, &config, &limits())
         };
         match load() {
             Ok(_) => "nothing".to_owned(),
@@ -94,7 +106,7 @@ fn a_configuration_is_refused_by_the_name_of_its_field() {
         ("head_dim", json!(1024), "head_dim"),
         ("head_dim", json!(96), "head_dim"),
         ("o_groups", json!(3), "o_groups"),
-        ("n_routed_experts", json!(5), "layers.0.ffn.gate.tid2eid"),
+        ("n_routed_experts", json!(5), "layers.0.ffn.gate."),
         ("n_routed_experts", json!(7), "layers.0.ffn.experts.6"),
         ("n_routed_experts", json!(4_000_000_000u32), "n_routed_experts"),
         ("num_experts_per_tok", json!(7), "num_experts_per_tok"),
@@ -109,8 +121,10 @@ fn a_configuration_is_refused_by_the_name_of_its_field() {
     ];
     for (i, (field, value, want)) in cases.iter().enumerate() {
         let set = |fields: &mut Value| fields[*field] = value.clone();
-        let found = Variant::new(&format!("config-{i}"), &set, None).problem();
-        assert!(found.contains(want), "{field} = {value}: {found}, should name {want}");
+        let variant = Variant::new(&format!("config-{i}"), &set, None);
+        for found in [variant.problem(), variant.problem_on_paper()] {
+            assert!(found.contains(want), "{field} = {value}: {found}, should name {want}");
+        }
     }
 }
 
@@ -150,9 +164,39 @@ fn a_tensor_is_refused_by_its_name() {
     ];
     assert_eq!(cases.len(), 11);
     for (name, change, want) in cases {
-        let found = Variant::new(name, &|_| {}, Some(&*change)).problem();
+        let variant = Variant::new(name, &|_| {}, Some(&*change));
+        let found = variant.problem();
         assert!(found.contains(&want), "{name}: {found}, should name {want}");
+        let of_values = ["scale-nan", "fp4-scale-far", "code-nan", "fp4-scale-nan", "hash", "hash-negative"];
+        let on_paper = variant.problem_on_paper();
+        assert_eq!(on_paper, if of_values.contains(&name) { "nothing".to_owned() } else { found }, "{name}");
     }
+}
+
+/// Memory table and stages of a released folder, and of the same model as BF16, come from headers: not one byte of a tensor
+/// is handed out, while loading takes them all. What both say of matrices is the same.
+#[test]
+fn a_plan_reads_headers_only() {
+    let bf16 = v4::bf16();
+    for folder in [native(), bf16.clone()] {
+        for numerics in Numerics::ALL {
+            let file = ModelFile::open(&folder).expect("the fixture opens");
+            let ModelFile::Safetensors(opened) = &file else { panic!("a folder of safetensors") };
+            let mut config = ModelConfig::read(&file).expect("a configuration");
+            let ModelConfig::DeepseekV4(v4) = &mut config else { panic!("a DeepSeek-V4") };
+            v4.set_numerics(numerics);
+            v4.draft = folder == native();
+            let plan = Plan::new(&file, &config, &limits(), 1, 64).expect("it can be planned");
+            assert_eq!(opened.weights().bytes_read(), 0, "{}", numerics.name());
+            let mut dev = Cpu::new(1, limits());
+            Model::load(&mut dev, &file, &config, &limits()).expect("it can be loaded");
+            let bytes: usize = opened.weights().tensors().iter().map(|tensor| tensor.range.len()).sum();
+            assert!(opened.weights().bytes_read() >= bytes as u64 * 9 / 10, "of {bytes}");
+            let weights: u64 = plan.decode_step.iter().map(|stage| stage.weight_bytes).sum();
+            assert!(weights > bytes as u64 / 10 && plan.memory.total_bytes() > bytes as u64, "{weights} of {bytes}");
+        }
+    }
+    std::fs::remove_dir_all(&bf16).expect("the folder is the test's own");
 }
 
 /// Stored rows and rounded inputs come in blocks, which not every size is made of.

@@ -71,8 +71,8 @@ pub fn fp8_rows(
     scales: &[u8],
     scale_shape: &[usize],
 ) -> Result<Vec<u8>, RepackError> {
-    let across = blocks(cols, FP8_SQUARE)?;
-    check(codes, rows.saturating_mul(cols), scales, [rows.div_ceil(FP8_SQUARE), across], scale_shape)?;
+    let across = check_fp8(codes.len(), rows, cols, scales.len(), scale_shape)?;
+    refuse_nan(scales, across)?;
     if let Some(at) = codes.iter().position(|code| code & 0x7f == E4M3_NAN) {
         return Err(RepackError::NanCode { row: at / cols, col: at % cols });
     }
@@ -98,8 +98,8 @@ pub fn fp4_rows(
     scales: &[u8],
     scale_shape: &[usize],
 ) -> Result<Vec<u8>, RepackError> {
-    let across = blocks(cols, FP4_GROUP)?;
-    check(pairs, rows.saturating_mul(cols / 2), scales, [rows, across], scale_shape)?;
+    let across = check_fp4(pairs.len(), rows, cols, scales.len(), scale_shape)?;
+    refuse_nan(scales, across)?;
     let mut out = Vec::with_capacity(rows * across * Format::Mxfp4.block_bytes());
     for (pairs, scale) in pairs.chunks_exact(FP4_GROUP / 2).zip(scales) {
         out.push(*scale);
@@ -113,15 +113,44 @@ fn blocks(cols: usize, block: usize) -> Result<usize, RepackError> {
     if cols.is_multiple_of(block) { Ok(cols / block) } else { Err(RepackError::Columns { cols, block }) }
 }
 
-fn check(codes: &[u8], want: usize, scales: &[u8], wanted: [usize; 2], shape: &[usize]) -> Result<(), RepackError> {
-    if codes.len() != want {
-        return Err(RepackError::Codes { want, have: codes.len() });
+/// What [`fp8_rows`] asks of sizes, without a look at the bytes: `codes` and `scales` are how many there are. Returns the
+/// scales of a row. Errors: `Columns`, `Codes`, `Scales`.
+pub fn check_fp8(
+    codes: usize,
+    rows: usize,
+    cols: usize,
+    scales: usize,
+    scale_shape: &[usize],
+) -> Result<usize, RepackError> {
+    let across = blocks(cols, FP8_SQUARE)?;
+    check(codes, rows.saturating_mul(cols), scales, [rows.div_ceil(FP8_SQUARE), across], scale_shape)
+}
+
+/// What [`fp4_rows`] asks of sizes, likewise.
+pub fn check_fp4(
+    pairs: usize,
+    rows: usize,
+    cols: usize,
+    scales: usize,
+    scale_shape: &[usize],
+) -> Result<usize, RepackError> {
+    let across = blocks(cols, FP4_GROUP)?;
+    check(pairs, rows.saturating_mul(cols / 2), scales, [rows, across], scale_shape)
+}
+
+fn check(codes: usize, want: usize, scales: usize, wanted: [usize; 2], shape: &[usize]) -> Result<usize, RepackError> {
+    if codes != want {
+        return Err(RepackError::Codes { want, have: codes });
     }
-    if *shape != wanted || scales.len() != wanted[0] * wanted[1] {
+    if *shape != wanted || scales != wanted[0] * wanted[1] {
         return Err(RepackError::Scales { want: wanted, have: shape.to_vec() });
     }
+    Ok(wanted[1])
+}
+
+fn refuse_nan(scales: &[u8], across: usize) -> Result<(), RepackError> {
     match scales.iter().position(|scale| *scale == 255) {
-        Some(at) => Err(RepackError::NanScale { row: at / wanted[1], col: at % wanted[1] }),
+        Some(at) => Err(RepackError::NanScale { row: at / across, col: at % across }),
         None => Ok(()),
     }
 }

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use arc_device::format::Format;
 use arc_device::map::Mapped;
@@ -108,6 +109,8 @@ pub struct Weights {
     files: Vec<WeightFile>,
     /// Sorted by name; no name twice.
     tensors: Vec<Tensor>,
+    /// Bytes of tensors that were handed out.
+    bytes_read: AtomicU64,
 }
 
 impl Weights {
@@ -128,7 +131,7 @@ impl Weights {
                 other: files[a.file_idx as usize].path.clone(),
             });
         }
-        Ok(Self { files, tensors: all })
+        Ok(Self { files, tensors: all, bytes_read: AtomicU64::new(0) })
     }
 
     /// The model's files; the first one is the one that names the model in messages.
@@ -144,6 +147,11 @@ impl Weights {
     /// Bytes of all files together.
     pub fn file_bytes(&self) -> u64 {
         self.files.iter().map(|file| file.map.bytes().len() as u64).sum()
+    }
+
+    /// Bytes of tensors that were handed out since the files were opened: what no plan does.
+    pub fn bytes_read(&self) -> u64 {
+        self.bytes_read.load(Ordering::Relaxed)
     }
 
     /// Every tensor, by name.
@@ -192,12 +200,24 @@ impl Weights {
 
     /// The tensor's bytes, row after row: `rows() * format.row_bytes(cols())`, at any alignment.
     pub fn bytes(&self, tensor: &TensorRef) -> &[u8] {
-        &self.map(tensor.file_idx).bytes()[tensor.range.clone()]
+        self.counted(tensor.file_idx, tensor.range.clone())
     }
 
     /// The bytes of a tensor of any type.
     pub fn raw_bytes(&self, tensor: &Tensor) -> &[u8] {
-        &self.map(tensor.file_idx).bytes()[tensor.range.clone()]
+        self.counted(tensor.file_idx, tensor.range.clone())
+    }
+
+    /// Some of the bytes of a tensor, counted from its first.
+    pub fn part_bytes(&self, tensor: &Tensor, part: Range<usize>) -> &[u8] {
+        let start = tensor.range.start;
+        assert!(part.end <= tensor.range.len(), "{part:?} of {} in {:?}", tensor.name, tensor.range);
+        self.counted(tensor.file_idx, start + part.start..start + part.end)
+    }
+
+    fn counted(&self, file_idx: u32, range: Range<usize>) -> &[u8] {
+        self.bytes_read.fetch_add(range.len() as u64, Ordering::Relaxed);
+        &self.map(file_idx).bytes()[range]
     }
 
     /// Asks the system to read the tensor ahead.

@@ -7,7 +7,8 @@
 //! | I8 `[out, in / 2]`: two FP4 (E2M1) codes a byte, the even column low | `.scale` F8_E8M0, one for 32 of a row | MXFP4, or BF16 |
 //!
 //! GGUF files have names of their own ([`GgufNames`]), experts merged into one tensor, and integer-coded formats. Of a model
-//! without a file, rows are made when they are asked for; a device on paper is given blanks instead.
+//! without a file, rows are made when they are asked for. For a device on paper nothing is read or made: names, types and
+//! shapes are checked, and it is given zeros.
 //!
 //! FP8 and MXFP4 keep every bit ([`repack`]). Products with integer-coded weights read int8 inputs, so that f32 inputs
 //! need their values as floats: F32, or for MXFP4 BF16, which is exact, since a code has two significant bits, BF16 has
@@ -23,7 +24,7 @@ use arc_device::format::{Coding, Format, repack};
 use arc_device::ops::matmul::MatrixSource;
 
 use crate::load::synthetic::Synthetic;
-use crate::load::synthetic::table::{Class, GgufNames, TensorSpec};
+use crate::load::synthetic::table::{GgufNames, TensorSpec};
 use crate::load::{LoadError, ModelFile, Tensor, TensorRef, Weights};
 use crate::model::config::bad;
 
@@ -32,10 +33,14 @@ pub struct Source<'a> {
     format: Format,
     rows: usize,
     cols: usize,
-    bytes: Cow<'a, [u8]>,
+    /// `None` for a device that looks at none.
+    bytes: Option<Cow<'a, [u8]>>,
     /// The file's tensor, where the bytes are its own.
     tensor: Option<TensorRef>,
 }
+
+/// Bytes of zeros that a device on paper is given at a time.
+const ZEROS: usize = 1 << 20;
 
 /// Where the tensors are.
 #[derive(Clone, Copy)]
@@ -53,9 +58,8 @@ pub struct Reader<'a> {
     /// Routed experts, which a GGUF file merges into one tensor.
     experts: usize,
     keep_codes: bool,
-    /// Zeros in place of bytes that nobody looks at, as many as any source of this model has. Never touched, so that
-    /// they take no memory.
-    blank: Option<Vec<u8>>,
+    /// Whether anybody looks at values.
+    reads: bool,
 }
 
 impl<'a> Reader<'a> {
@@ -63,15 +67,12 @@ impl<'a> Reader<'a> {
     /// device looks at values ([`Alloc::READS_VALUES`]).
     pub fn new(file: &'a ModelFile, experts: usize, keep_codes: bool, reads: bool) -> Self {
         let gguf = matches!(file, ModelFile::Gguf(_)).then(GgufNames::default);
-        let (tensors, blank) = match file {
-            ModelFile::Gguf(file) => (Tensors::Stored(file.weights()), None),
-            ModelFile::Safetensors(file) => (Tensors::Stored(file.weights()), None),
-            ModelFile::Synthetic(model) => {
-                let most = || model.tensors().iter().map(|tensor| largest_source(model, tensor)).max().unwrap_or(0);
-                (Tensors::Made(model), (!reads).then(|| vec![0; most()]))
-            }
+        let tensors = match file {
+            ModelFile::Gguf(file) => Tensors::Stored(file.weights()),
+            ModelFile::Safetensors(file) => Tensors::Stored(file.weights()),
+            ModelFile::Synthetic(model) => Tensors::Made(model),
         };
-        Reader { path: file.path(), tensors, gguf, experts, keep_codes, blank }
+        Reader { path: file.path(), tensors, gguf, experts, keep_codes, reads }
     }
 
     /// The file's name for a tensor, and the place of an expert's share in it.
@@ -145,24 +146,21 @@ impl<'a> Reader<'a> {
             return Ok(source);
         }
         let to = if source.format == Format::Mxfp4 { Format::Bf16 } else { Format::F32 };
-        if let Some(blank) = &self.blank {
-            return Ok(Source { format: to, bytes: blank_of(blank, to, rows, cols), ..source });
-        }
-        let bytes = to_floats(source.format, &source.bytes, rows * cols, to).ok_or_else(|| {
-            let problem = "has values beyond BF16: its scales are too large".to_owned();
-            bad(self.path(), &format!("matrix {name:?}"), problem)
-        })?;
-        Ok(Source { format: to, bytes: Cow::Owned(bytes), ..source })
+        let floats = |bytes: &[u8]| {
+            to_floats(source.format, bytes, rows * cols, to).map(Cow::Owned).ok_or_else(|| {
+                let problem = "has values beyond BF16: its scales are too large".to_owned();
+                bad(self.path(), &format!("matrix {name:?}"), problem)
+            })
+        };
+        let bytes = source.bytes.as_deref().map(floats).transpose()?;
+        Ok(Source { format: to, bytes, ..source })
     }
 
     fn made_source(&self, model: &'a Synthetic, name: &str, rows: usize, cols: usize) -> Result<Source<'_>, LoadError> {
         let (tensor, range) = self.made(model, &format!("{name}.weight"), &[rows, cols])?;
         let integers = || bad(self.path(), &format!("tensor {:?}", tensor.name), "holds integers".to_owned());
         let format = tensor.format.ok_or_else(integers)?;
-        let bytes = match &self.blank {
-            Some(blank) => blank_of(blank, format, rows, cols),
-            None => Cow::Owned(model.rows(tensor, range)),
-        };
+        let bytes = self.reads.then(|| Cow::Owned(model.rows(tensor, range)));
         Ok(Source { format, rows, cols, bytes, tensor: None })
     }
 
@@ -170,12 +168,13 @@ impl<'a> Reader<'a> {
         let (name, expert) = self.name(&format!("{name}.weight"));
         let shape: &[usize] = if expert.is_some() { &[self.experts, rows, cols] } else { &[rows, cols] };
         let tensor = weights.tensor_of_shape(&name, shape)?;
-        let (format, all) = (tensor.format, weights.raw_bytes(self.find(weights, &name)?));
+        let (format, found) = (tensor.format, self.find(weights, &name)?);
         let Some(expert) = expert else {
-            return Ok(Source { format, rows, cols, bytes: Cow::Borrowed(all), tensor: Some(tensor) });
+            let bytes = self.reads.then(|| Cow::Borrowed(weights.raw_bytes(found)));
+            return Ok(Source { format, rows, cols, bytes, tensor: Some(tensor) });
         };
-        let each = all.len() / self.experts;
-        let bytes = Cow::Borrowed(&all[expert * each..(expert + 1) * each]);
+        let each = tensor.n_bytes() / self.experts;
+        let bytes = self.reads.then(|| Cow::Borrowed(weights.part_bytes(found, expert * each..(expert + 1) * each)));
         // The pages of all experts go with the last one.
         let tensor = (expert + 1 == self.experts).then_some(tensor);
         Ok(Source { format, rows, cols, bytes, tensor })
@@ -195,7 +194,8 @@ impl<'a> Reader<'a> {
             "i8" => 2,
             _ => {
                 let tensor = weights.tensor_of_shape(&weight, &[rows, cols])?;
-                let bytes = Cow::Borrowed(weights.raw_bytes(self.find(weights, &weight)?));
+                let found = self.find(weights, &weight)?;
+                let bytes = self.reads.then(|| Cow::Borrowed(weights.raw_bytes(found)));
                 return Ok(Source { format: tensor.format, rows, cols, bytes, tensor: Some(tensor) });
             }
         };
@@ -205,21 +205,25 @@ impl<'a> Reader<'a> {
             let problem = format!("is stored as {}, must be f8_e8m0", scale.type_name);
             return Err(bad(self.path(), &format!("tensor {:?}", scale.name), problem));
         }
-        let (codes, scales) = (weights.raw_bytes(tensor), weights.raw_bytes(scale));
-        let (format, bytes) = if per_code == 1 {
-            (Format::Fp8, repack::fp8_rows(codes, rows, cols, scales, &scale.shape))
+        let format = if per_code == 1 { Format::Fp8 } else { Format::Mxfp4 };
+        let bytes = if self.reads {
+            let repack = if per_code == 1 { repack::fp8_rows } else { repack::fp4_rows };
+            let (codes, scales) = (weights.raw_bytes(tensor), weights.raw_bytes(scale));
+            repack(codes, rows, cols, scales, &scale.shape).map(Some)
         } else {
-            (Format::Mxfp4, repack::fp4_rows(codes, rows, cols, scales, &scale.shape))
+            let check = if per_code == 1 { repack::check_fp8 } else { repack::check_fp4 };
+            check(tensor.range.len(), rows, cols, scale.range.len(), &scale.shape).map(|_| None)
         };
         let bytes = bytes.map_err(|problem| {
             bad(self.path(), &format!("tensor {weight:?}"), format!("does not fit {:?}: {problem}", scale.name))
         })?;
-        Ok(Source { format, rows, cols, bytes: Cow::Owned(bytes), tensor: None })
+        Ok(Source { format, rows, cols, bytes: bytes.map(Cow::Owned), tensor: None })
     }
 
     /// Loads sources, stacked along the outputs, as one matrix.
     pub fn matrix<D: Alloc>(&self, dev: &mut D, name: &str, sources: &[Source<'_>]) -> Result<D::Matrix, LoadError> {
-        let parts: Vec<MatrixSource<'_>> = sources.iter().map(Source::part).collect();
+        let zeros = vec![0; sources.iter().map(Source::zeros).max().unwrap_or(0)];
+        let parts: Vec<MatrixSource<'_>> = sources.iter().flat_map(|source| source.parts(1, &zeros)).collect();
         let matrix = dev.matrix(name, &parts)?;
         sources.iter().for_each(|source| self.release(source));
         Ok(matrix)
@@ -239,12 +243,7 @@ impl<'a> Reader<'a> {
         source: &Source<'_>,
         parts: usize,
     ) -> Result<D::Matrix, LoadError> {
-        let whole = source.part();
-        let each = whole.bytes.len() / parts;
-        let parts: Vec<MatrixSource<'_>> = (0..parts)
-            .map(|i| MatrixSource { rows: whole.rows / parts, bytes: &whole.bytes[i * each..(i + 1) * each], ..whole })
-            .collect();
-        let matrix = dev.matrix(name, &parts)?;
+        let matrix = dev.matrix(name, &source.parts(parts, &vec![0; source.zeros()]))?;
         self.release(source);
         Ok(matrix)
     }
@@ -255,12 +254,14 @@ impl<'a> Reader<'a> {
         match self.tensors {
             Tensors::Stored(weights) => {
                 let tensor = weights.tensor_of_shape(&self.name(name).0, shape)?;
-                tensor.format.decode_row(weights.bytes(&tensor), &mut values);
-                weights.release(&tensor);
+                if self.reads {
+                    tensor.format.decode_row(weights.bytes(&tensor), &mut values);
+                    weights.release(&tensor);
+                }
             }
             Tensors::Made(model) => {
                 let (tensor, rows) = self.made(model, name, shape)?;
-                if let (Some(format), None) = (tensor.format, &self.blank) {
+                if let (Some(format), true) = (tensor.format, self.reads) {
                     format.decode_row(&model.rows(tensor, rows), &mut values);
                 }
             }
@@ -286,21 +287,21 @@ impl<'a> Reader<'a> {
             Tensors::Stored(weights) => {
                 let tensor = self.find(weights, &name)?;
                 self.shaped(tensor, shape)?;
-                (tensor.type_name, Cow::Borrowed(weights.raw_bytes(tensor)))
+                (tensor.type_name, self.reads.then(|| Cow::Borrowed(weights.raw_bytes(tensor))))
             }
             Tensors::Made(model) => {
                 let (tensor, rows) = self.made(model, &name, shape)?;
-                let blank = || vec![0; tensor.n_bytes()];
-                ("i32", Cow::Owned(if self.blank.is_some() { blank() } else { model.rows(tensor, rows) }))
+                ("i32", self.reads.then(|| Cow::Owned(model.rows(tensor, rows))))
             }
         };
+        if !matches!(type_name, "i64" | "i32") {
+            let problem = format!("is stored as {type_name}, must be i64 or i32");
+            return Err(bad(self.path(), &format!("tensor {name:?}"), problem));
+        }
+        let Some(bytes) = bytes else { return Ok(vec![0; shape.iter().product()]) };
         let ids: Vec<i64> = match type_name {
             "i64" => bytes.as_chunks::<8>().0.iter().map(|id| i64::from_le_bytes(*id)).collect(),
-            "i32" => bytes.as_chunks::<4>().0.iter().map(|id| i64::from(i32::from_le_bytes(*id))).collect(),
-            other => {
-                let problem = format!("is stored as {other}, must be i64 or i32");
-                return Err(bad(self.path(), &format!("tensor {name:?}"), problem));
-            }
+            _ => bytes.as_chunks::<4>().0.iter().map(|id| i64::from(i32::from_le_bytes(*id))).collect(),
         };
         let id = |id: i64| u32::try_from(id).ok().filter(|&id| (id as usize) < end);
         let checked = |&found: &i64| {
@@ -311,22 +312,34 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Bytes of a tensor as one source, in the widest form that it can take: routed experts are sources of their own.
-fn largest_source(model: &Synthetic, tensor: &TensorSpec) -> usize {
-    let bytes = match tensor.format {
-        Some(format) if format.coding() != Coding::Float => 4 * tensor.n_values() as usize,
-        _ => tensor.n_bytes(),
-    };
-    if tensor.class == Class::Routed { bytes / model.sizes.n_experts } else { bytes }
-}
-
-fn blank_of(blank: &[u8], format: Format, rows: usize, cols: usize) -> Cow<'_, [u8]> {
-    Cow::Borrowed(&blank[..rows * format.row_bytes(cols).expect("synthetic models are whole blocks")])
-}
-
 impl Source<'_> {
-    fn part(&self) -> MatrixSource<'_> {
-        MatrixSource { format: self.format, rows: self.rows, cols: self.cols, bytes: &self.bytes }
+    fn row_bytes(&self) -> usize {
+        self.format.row_bytes(self.cols).expect("rows were checked to be whole blocks")
+    }
+
+    /// Rows that [`ZEROS`] stand for; a long row at least once.
+    fn rows_of_zeros(&self) -> usize {
+        (ZEROS / self.row_bytes().max(1)).clamp(1, self.rows.max(1))
+    }
+
+    /// Zeros that [`Self::parts`] asks for.
+    fn zeros(&self) -> usize {
+        if self.bytes.is_some() { 0 } else { self.rows_of_zeros() * self.row_bytes() }
+    }
+
+    /// Its rows in `n` equal parts, or where there are no bytes, in as many as zeros allow.
+    fn parts<'a>(&'a self, n: usize, zeros: &'a [u8]) -> Vec<MatrixSource<'a>> {
+        let row_bytes = self.row_bytes();
+        let each = if self.bytes.is_some() { self.rows / n } else { self.rows_of_zeros() };
+        let part = |first: usize| {
+            let rows = each.min(self.rows - first);
+            let bytes = match &self.bytes {
+                Some(bytes) => &bytes[first * row_bytes..(first + rows) * row_bytes],
+                None => &zeros[..rows * row_bytes],
+            };
+            MatrixSource { format: self.format, rows, cols: self.cols, bytes }
+        };
+        (0..self.rows).step_by(each.max(1)).map(part).collect()
     }
 }
 
