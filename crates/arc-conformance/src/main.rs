@@ -13,6 +13,7 @@
 mod compare;
 mod faults;
 mod inputs;
+mod matmul;
 mod models;
 mod state;
 mod suite;
@@ -50,6 +51,7 @@ fn main() -> ExitCode {
         eprintln!("skipped: every case, since {why}");
         return ExitCode::from(if require { 2 } else { 0 });
     }
+    matmul::cases(&mut suite);
     state::cases(&mut suite);
     faults::cases(&mut suite);
     models::cases(&mut suite, &models);

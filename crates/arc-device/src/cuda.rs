@@ -13,6 +13,7 @@ pub mod images;
 mod stages;
 mod stages_v4;
 mod state;
+mod upload;
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -162,6 +163,8 @@ pub struct Cuda {
     current: Option<ThreadId>,
     /// Launches are followed by a wait, so that an error names the kernel that caused it.
     blame: bool,
+    /// Pinned memory of uploads, until `finish`.
+    chute: Option<upload::Chute>,
     pub(crate) matmul: crate::ops::matmul::cuda::Workspace,
 }
 
@@ -179,6 +182,7 @@ impl Cuda {
             memory: MemoryTable::default(),
             current: None,
             blame: std::env::var_os("ARC_CUDA_BLAME").is_some(),
+            chute: None,
             matmul: crate::ops::matmul::cuda::Workspace::default(),
         })
     }
@@ -400,6 +404,7 @@ impl Alloc for Cuda {
         self.counters.allocs += 1;
         self.memory.add("slots and ring", MemoryClass::State, state.bytes);
         self.state = Some(state);
+        self.chute = None;
         self.matmul = crate::ops::matmul::cuda::Workspace::new(self, shape)?;
         self.driver.synchronize("load")?;
         Ok(())

@@ -4,27 +4,34 @@ use super::{Cuda, Grid, args, kernel};
 use crate::error::{DeviceError, Result};
 use crate::ops::glu::Activation;
 use crate::ops::kv::AttentionConfig;
+use crate::ops::matmul::cuda::{Out, Source, Then};
 use crate::{KvLayer, Norm, Ops, QkvConfig};
+
+/// Where a row info has its token.
+const TOKEN_AT: u64 = 12;
 
 pub(super) fn todo(stage: &str) -> DeviceError {
     DeviceError::Unsupported { device: "cuda", what: format!("stage {stage}") }
 }
 
 impl Ops for Cuda {
-    fn embed(&mut self, _out: &mut Self::Buf<f32>, _table: &Self::Matrix, _scale: f32, _rows: usize) -> Result<()> {
-        Err(todo("embed"))
+    fn embed(&mut self, out: &mut Self::Buf<f32>, table: &Self::Matrix, scale: f32, rows: usize) -> Result<()> {
+        let tokens = self.view().infos() + TOKEN_AT;
+        self.decode_rows(out, table, tokens, scale, rows)
     }
 
     fn norm_matmul(
         &mut self,
-        _out: &mut Self::Buf<f32>,
-        _x: &Self::Buf<f32>,
-        _norm: Norm<'_, Self>,
-        _w: &Self::Matrix,
-        _bias: Option<&Self::Buf<f32>>,
-        _rows: usize,
+        out: &mut Self::Buf<f32>,
+        x: &Self::Buf<f32>,
+        norm: Norm<'_, Self>,
+        w: &Self::Matrix,
+        bias: Option<&Self::Buf<f32>>,
+        rows: usize,
     ) -> Result<()> {
-        Err(todo("norm_matmul"))
+        self.prepare_for(w, Source::of(x, w.cols).normed(norm), rows)?;
+        let then = bias.map_or(Then::Store, |bias| Then::Bias(bias.ptr()));
+        self.product(w, Out { at: out.ptr(), stride: w.rows, then }, rows)
     }
 
     fn qkv_rope_append(
@@ -50,37 +57,48 @@ impl Ops for Cuda {
 
     fn matmul_residual(
         &mut self,
-        _residual: &mut Self::Buf<f32>,
-        _x: &Self::Buf<f32>,
-        _w: &Self::Matrix,
-        _post_norm: Option<Norm<'_, Self>>,
-        _rows: usize,
+        residual: &mut Self::Buf<f32>,
+        x: &Self::Buf<f32>,
+        w: &Self::Matrix,
+        post_norm: Option<Norm<'_, Self>>,
+        rows: usize,
     ) -> Result<()> {
-        Err(todo("matmul_residual"))
+        self.prepare_for(w, Source::of(x, w.cols), rows)?;
+        match post_norm {
+            None => self.product(w, Out { at: residual.ptr(), stride: w.rows, then: Then::Add }, rows),
+            Some(norm) => self.product_normed(residual, w, norm, rows),
+        }
     }
 
     fn norm_gate_up_glu(
         &mut self,
-        _out: &mut Self::Buf<f32>,
-        _x: &Self::Buf<f32>,
-        _norm: Norm<'_, Self>,
-        _w: &Self::Matrix,
-        _act: Activation,
-        _rows: usize,
+        out: &mut Self::Buf<f32>,
+        x: &Self::Buf<f32>,
+        norm: Norm<'_, Self>,
+        w: &Self::Matrix,
+        act: Activation,
+        rows: usize,
     ) -> Result<()> {
-        Err(todo("norm_gate_up_glu"))
+        self.prepare_for(w, Source::of(x, w.cols).normed(norm), rows)?;
+        self.product(w, Out { at: out.ptr(), stride: w.rows / 2, then: Then::Glu(act) }, rows)
     }
 
     fn head(
         &mut self,
-        _logits: &mut Self::Buf<f32>,
-        _x: &Self::Buf<f32>,
-        _norm: Norm<'_, Self>,
-        _w: &Self::Matrix,
-        _softcap: Option<f32>,
-        _heads: usize,
+        logits: &mut Self::Buf<f32>,
+        x: &Self::Buf<f32>,
+        norm: Norm<'_, Self>,
+        w: &Self::Matrix,
+        softcap: Option<f32>,
+        heads: usize,
     ) -> Result<()> {
-        Err(todo("head"))
+        self.matmul.logits = Some(logits.ptr());
+        let view = self.view();
+        let source = Source::of(x, w.cols).normed(norm);
+        let gathered = Source { map: Some(view.heads()), count: Some(view.n_heads()), ..source };
+        self.prepare_for(w, gathered, heads)?;
+        let then = softcap.map_or(Then::Store, Then::Softcap);
+        self.product(w, Out { at: logits.ptr(), stride: w.rows, then }, heads)
     }
 
     fn sample(&mut self, _logits: &mut Self::Buf<f32>, _heads: usize) -> Result<()> {

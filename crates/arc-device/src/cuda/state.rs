@@ -479,6 +479,21 @@ impl StepView {
         u64::from(self.ring_steps)
     }
 
+    /// Address of the row infos, 32 bytes each: `RowInfo` of step.cuh.
+    pub fn infos(&self) -> u64 {
+        self.infos
+    }
+
+    /// Address of the row of each head row, u32.
+    pub fn heads(&self) -> u64 {
+        self.heads
+    }
+
+    /// Address of the number of head rows, u32.
+    pub fn n_heads(&self) -> u64 {
+        self.counts
+    }
+
     /// Tokens of the vocabulary.
     pub fn vocab(&self) -> u32 {
         self.vocab

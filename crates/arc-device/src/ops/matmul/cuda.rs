@@ -1,19 +1,265 @@
 //! Products on the GPU.
+//!
+//! A product is two launches: [`Cuda::prepare`] makes inputs of rows of f32 (norm, rounding, int8), a product kernel reads
+//! them. Inputs stay until the next `prepare`, so several products can read the same. What happens to an output on its way
+//! to memory is [`Then`].
 
-use crate::ModelShape;
-use crate::cuda::{Cuda, CudaBuf};
+mod plan;
+
+use std::ops::Range;
+
+use crate::cuda::{Arg, Cuda, CudaBuf, Grid, Kernel, args, kernel};
 use crate::error::{DeviceError, Result};
+use crate::format::{Coding, Format};
+use crate::ops::glu::Activation;
 use crate::ops::matmul::MatrixSource;
+use crate::ops::quant::Inputs;
+use crate::{MemoryClass, ModelShape, Norm};
+use plan::{Cut, Embed, MAX_SEGS, Prepare, Product, Seg};
 
-/// A weight in device memory.
+/// Kernels over few rows, by format in the order of the enum and by rows (1, 2, 4, 8).
+#[rustfmt::skip]
+const GEMV: [[Kernel; 4]; 16] = [
+    [kernel!("arc_matmul_gemv_f32_1"), kernel!("arc_matmul_gemv_f32_2"), kernel!("arc_matmul_gemv_f32_4"), kernel!("arc_matmul_gemv_f32_8")],
+    [kernel!("arc_matmul_gemv_f16_1"), kernel!("arc_matmul_gemv_f16_2"), kernel!("arc_matmul_gemv_f16_4"), kernel!("arc_matmul_gemv_f16_8")],
+    [kernel!("arc_matmul_gemv_bf16_1"), kernel!("arc_matmul_gemv_bf16_2"), kernel!("arc_matmul_gemv_bf16_4"), kernel!("arc_matmul_gemv_bf16_8")],
+    [kernel!("arc_matmul_gemv_q8_0_1"), kernel!("arc_matmul_gemv_q8_0_2"), kernel!("arc_matmul_gemv_q8_0_4"), kernel!("arc_matmul_gemv_q8_0_8")],
+    [kernel!("arc_matmul_gemv_q4_0_1"), kernel!("arc_matmul_gemv_q4_0_2"), kernel!("arc_matmul_gemv_q4_0_4"), kernel!("arc_matmul_gemv_q4_0_8")],
+    [kernel!("arc_matmul_gemv_q4_1_1"), kernel!("arc_matmul_gemv_q4_1_2"), kernel!("arc_matmul_gemv_q4_1_4"), kernel!("arc_matmul_gemv_q4_1_8")],
+    [kernel!("arc_matmul_gemv_q5_0_1"), kernel!("arc_matmul_gemv_q5_0_2"), kernel!("arc_matmul_gemv_q5_0_4"), kernel!("arc_matmul_gemv_q5_0_8")],
+    [kernel!("arc_matmul_gemv_q5_1_1"), kernel!("arc_matmul_gemv_q5_1_2"), kernel!("arc_matmul_gemv_q5_1_4"), kernel!("arc_matmul_gemv_q5_1_8")],
+    [kernel!("arc_matmul_gemv_q2_k_1"), kernel!("arc_matmul_gemv_q2_k_2"), kernel!("arc_matmul_gemv_q2_k_4"), kernel!("arc_matmul_gemv_q2_k_8")],
+    [kernel!("arc_matmul_gemv_q3_k_1"), kernel!("arc_matmul_gemv_q3_k_2"), kernel!("arc_matmul_gemv_q3_k_4"), kernel!("arc_matmul_gemv_q3_k_8")],
+    [kernel!("arc_matmul_gemv_q4_k_1"), kernel!("arc_matmul_gemv_q4_k_2"), kernel!("arc_matmul_gemv_q4_k_4"), kernel!("arc_matmul_gemv_q4_k_8")],
+    [kernel!("arc_matmul_gemv_q5_k_1"), kernel!("arc_matmul_gemv_q5_k_2"), kernel!("arc_matmul_gemv_q5_k_4"), kernel!("arc_matmul_gemv_q5_k_8")],
+    [kernel!("arc_matmul_gemv_q6_k_1"), kernel!("arc_matmul_gemv_q6_k_2"), kernel!("arc_matmul_gemv_q6_k_4"), kernel!("arc_matmul_gemv_q6_k_8")],
+    [kernel!("arc_matmul_gemv_iq2_xxs_1"), kernel!("arc_matmul_gemv_iq2_xxs_2"), kernel!("arc_matmul_gemv_iq2_xxs_4"), kernel!("arc_matmul_gemv_iq2_xxs_8")],
+    [kernel!("arc_matmul_gemv_mxfp4_1"), kernel!("arc_matmul_gemv_mxfp4_2"), kernel!("arc_matmul_gemv_mxfp4_4"), kernel!("arc_matmul_gemv_mxfp4_8")],
+    [kernel!("arc_matmul_gemv_fp8_1"), kernel!("arc_matmul_gemv_fp8_2"), kernel!("arc_matmul_gemv_fp8_4"), kernel!("arc_matmul_gemv_fp8_8")],
+];
+
+/// Bytes of a piece of a matrix on its way to the device.
+const PIECE: usize = 32 << 20;
+/// Parts begin at multiples of this.
+const PART_ALIGN: usize = 256;
+/// Widest row that can be normed: `kMaxCols` of quantise.cuh.
+const MAX_COLS: usize = 65_536;
+
+/// A weight in device memory, in tiles (`layout.cuh`).
 #[derive(Debug)]
-pub struct CudaMatrix {}
+pub struct CudaMatrix {
+    data: CudaBuf<u8>,
+    parts: Vec<Part>,
+    /// Output rows of all parts.
+    pub(crate) rows: usize,
+    /// Input columns.
+    pub(crate) cols: usize,
+    cut: Cut,
+}
+
+/// Rows of one format.
+#[derive(Debug, Clone, Copy)]
+struct Part {
+    format: Format,
+    rows: usize,
+    first_row: usize,
+    at: u64,
+}
 
 impl CudaMatrix {
-    /// Uploads and repacks the parts of a matrix.
-    pub(crate) fn load(_dev: &mut Cuda, name: &str, _parts: &[MatrixSource<'_>]) -> Result<CudaMatrix> {
-        Err(DeviceError::Unsupported { device: "cuda", what: format!("matrix {name}") })
+    /// Uploads and repacks checked parts.
+    pub(crate) fn load(dev: &mut Cuda, name: &str, sources: &[MatrixSource<'_>]) -> Result<CudaMatrix> {
+        let cols = sources.first().map_or(0, |source| source.cols);
+        if cols == 0 || cols > MAX_COLS {
+            return Err(unsupported(format!("matrix {name} of {cols} columns")));
+        }
+        let cut = Cut::of(cols);
+        let bytes_of = |source: &MatrixSource<'_>| cut.groups(source.rows) * cut.group_bytes(source.format);
+        let total = sources.iter().map(|source| bytes_of(source).next_multiple_of(PART_ALIGN)).sum();
+        let data = dev.take::<u8>("matrices", MemoryClass::Weights, total)?;
+        let (mut at, mut first_row, mut parts) = (data.ptr(), 0, Vec::with_capacity(sources.len()));
+        for source in sources {
+            parts.push(Part { format: source.format, rows: source.rows, first_row, at });
+            pack(dev, source, &cut, at)?;
+            first_row += source.rows;
+            at += bytes_of(source).next_multiple_of(PART_ALIGN) as u64;
+        }
+        dev.matmul.max_cols = dev.matmul.max_cols.max(cols);
+        Ok(CudaMatrix { data, parts, rows: first_row, cols, cut })
     }
+
+    /// Bytes of the packed weights.
+    pub(crate) fn bytes(&self) -> usize {
+        self.data.len()
+    }
+
+    /// Whether every part is FP8.
+    pub(crate) fn is_fp8(&self) -> bool {
+        self.parts.iter().all(|part| part.format == Format::Fp8)
+    }
+
+    /// What products with this matrix read.
+    pub(crate) fn reads(&self) -> Reads {
+        let float = |part: &Part| part.format.coding() == Coding::Float;
+        Reads { codes: !self.parts.iter().all(float), floats: self.parts.iter().any(float) }
+    }
+
+    /// Segments of parts, counted from the first of them.
+    fn segs(&self, parts: &[Part]) -> ([Seg; MAX_SEGS], u32) {
+        assert!(parts.len() <= MAX_SEGS, "{} parts in one launch", parts.len());
+        let (mut segs, mut end) = ([Seg::default(); MAX_SEGS], 0);
+        for (seg, part) in segs.iter_mut().zip(parts) {
+            end += self.cut.groups(part.rows) as u32;
+            *seg = Seg {
+                base: part.at,
+                groups_end: end,
+                rows: part.rows as u32,
+                first_row: part.first_row as u32,
+                format: part.format as u32,
+            };
+        }
+        (segs, end)
+    }
+
+    /// Bytes from one part, or pair of parts, to the next, all alike. Errors: `Unsupported` where they are not.
+    fn stride(&self, per: usize) -> Result<u64> {
+        let alike = self.parts.chunks(per).all(|parts| {
+            parts.len() == per && parts.iter().zip(&self.parts).all(|(a, b)| (a.format, a.rows) == (b.format, b.rows))
+        });
+        if !alike {
+            return Err(unsupported("parts of different formats or rows, by part".to_owned()));
+        }
+        Ok(self.parts.get(per).map_or(0, |next| next.at - self.parts[0].at))
+    }
+}
+
+fn unsupported(what: String) -> DeviceError {
+    DeviceError::Unsupported { device: "cuda", what }
+}
+
+/// Uploads the rows of one part in pieces and packs each into its groups.
+fn pack(dev: &mut Cuda, source: &MatrixSource<'_>, cut: &Cut, at: u64) -> Result<()> {
+    if source.rows == 0 {
+        return Ok(());
+    }
+    let row_bytes = source.bytes.len() / source.rows;
+    let groups_at_once = (PIECE / (row_bytes * cut.group_rows())).max(1);
+    let piece = groups_at_once * cut.group_rows() * row_bytes;
+    let (format, group_rows, group_bytes) = (source.format, cut.group_rows(), cut.group_bytes(source.format));
+    let cut = *cut;
+    dev.send_pieces(source.bytes, piece, &mut |dev, from, Range { start, end }| {
+        let rows = (end - start) / row_bytes;
+        let to = at + (start / row_bytes / group_rows * group_bytes) as u64;
+        let tiles = cut.groups(rows) * cut.tiles();
+        let grid = Grid::new(tiles.div_ceil(8) as u32, 256);
+        let args = args![to, from, format as u32, rows as u32, cut.cols, cut.slices, cut.log_c];
+        dev.launch(kernel!("arc_matmul_repack"), grid, args)
+    })
+}
+
+/// What a product reads of its inputs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Reads {
+    /// int8 with scales and sums.
+    pub codes: bool,
+    /// f32.
+    pub floats: bool,
+}
+
+/// Rows of f32 from which inputs are made.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Source {
+    /// Address of the first row.
+    pub x: u64,
+    /// Values from one row to the next.
+    pub stride: usize,
+    /// Values of a row.
+    pub cols: usize,
+    /// Address of the norm's weights, and what is added to the mean square.
+    pub norm: Option<(u64, f32)>,
+    /// How values are rounded, behind the norm.
+    pub inputs: Inputs,
+    /// Address of a table of u32: input `r` is made of row `map[r]`.
+    pub map: Option<u64>,
+    /// Address of a u32: inputs from there on are not made.
+    pub count: Option<u64>,
+}
+
+impl Source {
+    /// Rows side by side.
+    pub fn of(x: &CudaBuf<f32>, cols: usize) -> Source {
+        Source { x: x.ptr(), stride: cols, cols, norm: None, inputs: Inputs::F32, map: None, count: None }
+    }
+
+    /// Behind a norm.
+    pub fn normed(self, norm: Norm<'_, Cuda>) -> Source {
+        Source { norm: Some((norm.weight.ptr(), norm.eps)), ..self }
+    }
+
+    /// Rounded.
+    pub fn rounded(self, inputs: Inputs) -> Source {
+        Source { inputs, ..self }
+    }
+}
+
+/// What becomes of the value `v` of output `n`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Then {
+    /// `out = v`.
+    Store,
+    /// `out = v + bias[n]`; an address of `[outputs]` f32.
+    Bias(u64),
+    /// `out = out + v`.
+    Add,
+    /// `out = cap * tanh(v / cap)`.
+    Softcap(f32),
+    /// `out = act(gate) * up`: the matrix is two parts.
+    Glu(Activation),
+    /// The gated unit of experts, clamped: two parts, or two an expert. Over assignments, times the routing weight.
+    ClampedSilu {
+        /// The clamp.
+        limit: f32,
+    },
+    /// `out = sum over the row's assignments, ascending, of products[row * chosen + place, n], + v`. Rows that are not
+    /// live have no assignments.
+    Routed {
+        /// Address of `[rows * chosen, outputs]` f32: what `product_experts` left with `by_place`.
+        products: u64,
+        /// Experts a row.
+        chosen: usize,
+    },
+}
+
+/// Where outputs go: `[rows, stride]` f32.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Out {
+    /// Address.
+    pub at: u64,
+    /// Values from one row to the next.
+    pub stride: usize,
+    /// What happens on the way.
+    pub then: Then,
+}
+
+/// A step's assignments of rows to experts, as [`moe`](crate::ops::moe) sorts them.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Assigned {
+    /// Address of `[rows * chosen]` u32.
+    pub order: u64,
+    /// Address of `[experts + 1]` u32.
+    pub bounds: u64,
+    /// Address of `[rows, chosen]` f32.
+    pub weights: u64,
+    /// Experts in all.
+    pub experts: usize,
+    /// Experts a row.
+    pub chosen: usize,
+    /// Rows of the step: there are at most `rows * chosen` assignments.
+    pub rows: usize,
+    /// Input `i` of the product is that of the row of assignment `i`; otherwise inputs stand in the order of assignments.
+    pub by_row: bool,
+    /// Output row `row * chosen + place`; otherwise outputs stand in the order of assignments.
+    pub by_place: bool,
 }
 
 /// Memory that products need beside their operands.
@@ -23,11 +269,286 @@ pub(crate) struct Workspace {
     pub logits: Option<u64>,
     /// Rows of logits on their way to the host, `[heads, vocab]`.
     pub gathered: Option<CudaBuf<f32>>,
+    /// Widest matrix so far.
+    max_cols: usize,
+    inputs: Option<InputBuffers>,
+    /// A product that is normed before it joins the residual, `[rows, hidden]`.
+    product: Option<CudaBuf<f32>>,
+}
+
+/// Inputs of products, for the largest step and the widest row.
+struct InputBuffers {
+    /// `[rows, cols]`.
+    q: CudaBuf<i8>,
+    /// `[rows, cols / 32]`.
+    d: CudaBuf<f32>,
+    /// `[rows, cols / 32]`: sums of the halves of a block, two i16.
+    sums: CudaBuf<u32>,
+    /// `[rows, cols]`.
+    floats: CudaBuf<f32>,
 }
 
 impl Workspace {
     /// For the widest matrix loaded so far and the largest step.
-    pub(crate) fn new(_dev: &mut Cuda, _shape: &ModelShape) -> Result<Workspace> {
-        Ok(Workspace::default())
+    pub(crate) fn new(dev: &mut Cuda, shape: &ModelShape) -> Result<Workspace> {
+        let class = MemoryClass::Workspace;
+        let rows = dev.limits.rows.max(dev.limits.heads);
+        let max_cols = dev.matmul.max_cols;
+        // Experts' second matrices read the assignments' inputs and, apart from them, the shared expert's.
+        let cols = max_cols.max(shape.gathered).next_multiple_of(32);
+        let inputs = InputBuffers {
+            q: dev.take("activations", class, rows * cols)?,
+            d: dev.take("activations", class, rows * cols / 32)?,
+            sums: dev.take("activations", class, rows * cols / 32)?,
+            floats: dev.take("activations", class, rows * cols)?,
+        };
+        let product = if shape.post_norms { rows * shape.hidden } else { 0 };
+        Ok(Workspace {
+            logits: None,
+            gathered: Some(dev.take("logits for the host", class, dev.limits.heads * shape.vocab)?),
+            max_cols,
+            inputs: Some(inputs),
+            product: Some(dev.take("activations", class, product)?),
+        })
+    }
+
+    fn inputs(&self) -> &InputBuffers {
+        self.inputs.as_ref().expect("`finish` made it")
+    }
+}
+
+impl Cuda {
+    /// Makes inputs `0 .. rows` of `from`, of the kinds that `reads` names.
+    pub(crate) fn prepare(&mut self, reads: Reads, from: Source, rows: usize) -> Result<()> {
+        if rows == 0 {
+            return Ok(());
+        }
+        let inputs = self.matmul.inputs();
+        assert!(rows * from.cols <= inputs.floats.len(), "{rows} inputs of {} values", from.cols);
+        let wanted = |want: bool, at: u64| if want { at } else { 0 };
+        let (weight, eps) = from.norm.unwrap_or((0, 0.0));
+        let args = Prepare {
+            x: from.x,
+            weight,
+            map: from.map.unwrap_or(0),
+            count: from.count.unwrap_or(0),
+            q: wanted(reads.codes, inputs.q.ptr()),
+            d: inputs.d.ptr(),
+            sums: inputs.sums.ptr(),
+            floats: wanted(reads.floats, inputs.floats.ptr()),
+            stride: from.stride as u32,
+            cols: from.cols as u32,
+            eps,
+            rounding: match from.inputs {
+                Inputs::F32 => 0,
+                Inputs::Fp8 => 1,
+                Inputs::Int8 => 2,
+            },
+        };
+        let threads = if from.cols >= 2048 { 512 } else { 256 };
+        self.launch(kernel!("arc_matmul_prepare"), Grid::new(rows as u32, threads), &[Arg::of(&args)])
+    }
+
+    /// Makes inputs for one matrix, rounded as the CPU rounds them: integer-coded weights are left to their own rounding
+    /// where `inputs` is int8.
+    pub(crate) fn prepare_for(&mut self, w: &CudaMatrix, from: Source, rows: usize) -> Result<()> {
+        assert_eq!(from.cols, w.cols, "values of a row and columns of its matrix");
+        let inputs = match from.inputs {
+            Inputs::Int8 if !w.is_fp8() => Inputs::F32,
+            inputs => inputs,
+        };
+        self.prepare(w.reads(), from.rounded(inputs), rows)
+    }
+
+    /// `out[r] = then(w * input r)` for `rows` inputs.
+    pub(crate) fn product(&mut self, w: &CudaMatrix, out: Out, rows: usize) -> Result<()> {
+        self.counters.weight_bytes += w.bytes() as u64;
+        if matches!(out.then, Then::Glu(_) | Then::ClampedSilu { .. }) {
+            assert_eq!(w.parts.len(), 2, "parts of a gated matrix");
+            assert_eq!(w.parts[0].rows, w.parts[1].rows, "rows of the parts of a gated matrix");
+            return self.launch_product(w, &w.parts, out, rows, |product| {
+                product.pair = 1;
+                product.groups = w.cut.groups(w.parts[0].rows) as u32;
+            });
+        }
+        // One launch takes parts of one format, and few of them.
+        let mut parts = &w.parts[..];
+        while let Some(first) = parts.first() {
+            let n = parts.iter().take(MAX_SEGS).take_while(|part| part.format == first.format).count();
+            self.launch_product(w, &parts[..n], out, rows, |_| {})?;
+            parts = &parts[n..];
+        }
+        Ok(())
+    }
+
+    /// Every part meets rows of its own: row `r` of part `p` is input `r * x_row + p * x_part`, and its outputs are
+    /// `out[r][p * part rows ..]`. Parts are alike.
+    pub(crate) fn product_parts(
+        &mut self,
+        w: &CudaMatrix,
+        out: Out,
+        rows: usize,
+        x_row: usize,
+        x_part: usize,
+    ) -> Result<()> {
+        self.counters.weight_bytes += w.bytes() as u64;
+        let stride = w.stride(1)?;
+        self.launch_product(w, &w.parts[..1], out, rows, |product| {
+            product.parts = w.parts.len() as u32;
+            product.part_bytes = stride;
+            (product.x_row, product.x_part) = (x_row as u32, x_part as u32);
+        })
+    }
+
+    /// Every expert meets the rows that are assigned to it. With [`Then::ClampedSilu`] an expert is two parts, gate and up.
+    pub(crate) fn product_experts(&mut self, w: &CudaMatrix, out: Out, to: &Assigned) -> Result<()> {
+        let per = if matches!(out.then, Then::ClampedSilu { .. }) { 2 } else { 1 };
+        assert_eq!(w.parts.len(), per * to.experts, "parts of all experts");
+        let stride = w.stride(per)?;
+        let touched = to.experts.min(to.rows * to.chosen);
+        self.counters.weight_bytes += (w.bytes() / to.experts * touched) as u64;
+        self.launch_product(w, &w.parts[..per], out, to.rows, |product| {
+            product.pair = u32::from(per == 2);
+            product.groups = w.cut.groups(w.parts[0].rows) as u32;
+            product.parts = touched as u32;
+            product.part_bytes = stride;
+            (product.order, product.bounds) = (to.order, to.bounds);
+            (product.chosen, product.experts) = (to.chosen as u32, to.experts as u32);
+            (product.gather, product.scatter) = (u32::from(to.by_row), u32::from(to.by_place));
+            if per == 2 {
+                product.aux = to.weights;
+            }
+        })
+    }
+
+    /// Launches a product over `parts`, whose first part's outputs begin at its own first row.
+    fn launch_product(
+        &mut self,
+        w: &CudaMatrix,
+        parts: &[Part],
+        out: Out,
+        rows: usize,
+        set: impl FnOnce(&mut Product),
+    ) -> Result<()> {
+        if rows == 0 || parts.iter().all(|part| part.rows == 0) {
+            return Ok(());
+        }
+        let inputs = self.matmul.inputs();
+        let (segs, groups) = w.segs(parts);
+        let float = parts[0].format.coding() == Coding::Float;
+        let (epilogue, aux, scalar) = match out.then {
+            Then::Store => (0, 0, 0.0),
+            Then::Bias(bias) => (1, bias, 0.0),
+            Then::Add => (2, 0, 0.0),
+            Then::Softcap(cap) => (3, 0, cap),
+            Then::Glu(Activation::Silu) => (4, 0, 0.0),
+            Then::Glu(Activation::GeluTanh) => (5, 0, 0.0),
+            Then::ClampedSilu { limit } => (6, 0, limit),
+            Then::Routed { products, .. } => (7, products, 0.0),
+        };
+        let mut product = Product {
+            segs,
+            n_segs: parts.len() as u32,
+            cut: w.cut,
+            pair: 0,
+            groups,
+            per_block: 0,
+            stages: 0,
+            stage_bytes: 0,
+            rows: rows as u32,
+            q: if float { 0 } else { inputs.q.ptr() },
+            d: inputs.d.ptr(),
+            sums: inputs.sums.ptr(),
+            floats: if float { inputs.floats.ptr() } else { 0 },
+            out: out.at,
+            out_stride: out.stride as u32,
+            epilogue,
+            aux,
+            scalar,
+            parts: 0,
+            part_bytes: 0,
+            x_row: 1,
+            x_part: 0,
+            order: 0,
+            bounds: 0,
+            chosen: if let Then::Routed { chosen, .. } = out.then { chosen as u32 } else { 1 },
+            gather: 0,
+            scatter: 0,
+            experts: 0,
+            infos: 0,
+            table_at: 0,
+            q_at: 0,
+            d_at: 0,
+            sums_at: 0,
+            floats_at: 0,
+            partials_at: 0,
+            ring_at: 0,
+            unused: 0,
+        };
+        if let Then::Routed { .. } = out.then {
+            product.infos = self.view().infos();
+        }
+        set(&mut product);
+        let format = parts[0].format;
+        let mut taken = plan::rows_taken(rows);
+        let shape = loop {
+            let parts = (product.parts as usize).max(1);
+            let table = format == Format::Iq2Xxs;
+            if let Some(shape) = product.cut_blocks(taken, table, format, parts, self.multiprocessors()) {
+                break shape;
+            }
+            assert!(taken > 1, "one row of {} values does not fit", w.cols);
+            taken /= 2;
+        };
+        let kernel = GEMV[format as usize][taken.ilog2() as usize];
+        let grid = Grid::xy(shape.blocks, rows.div_ceil(taken) as u32, shape.threads).shared(shape.shared);
+        self.launch(kernel, grid, &[Arg::of(&product)])
+    }
+
+    /// `out[r] = table[id(r)] * scale`, zeros where a row is not live or its id is past the table. `ids`: address of a u32
+    /// every 32 bytes, as row infos have them.
+    pub(crate) fn decode_rows(
+        &mut self,
+        out: &CudaBuf<f32>,
+        table: &CudaMatrix,
+        ids: u64,
+        scale: f32,
+        rows: usize,
+    ) -> Result<()> {
+        if rows == 0 {
+            return Ok(());
+        }
+        self.counters.weight_bytes += (rows * table.bytes() / table.rows.max(1)) as u64;
+        let (segs, _) = table.segs(&table.parts);
+        let args = Embed {
+            segs,
+            n_segs: table.parts.len() as u32,
+            cut: table.cut,
+            ids,
+            live: self.view().infos(),
+            out: out.ptr(),
+            id_stride: 8,
+            table_rows: table.rows as u32,
+            scale,
+            unused: 0,
+        };
+        let grid = Grid::xy(rows as u32, table.cols.div_ceil(32 * 64) as u32, 64);
+        self.launch(kernel!("arc_matmul_embed"), grid, &[Arg::of(&args)])
+    }
+
+    /// `residual[r] += norm(w * input r)`.
+    pub(crate) fn product_normed(
+        &mut self,
+        residual: &CudaBuf<f32>,
+        w: &CudaMatrix,
+        norm: Norm<'_, Cuda>,
+        rows: usize,
+    ) -> Result<()> {
+        let product = self.matmul.product.as_ref().expect("`finish` made it");
+        assert!(rows * w.rows <= product.len(), "the model's shape says that products are normed");
+        let at = product.ptr();
+        self.product(w, Out { at, stride: w.rows, then: Then::Store }, rows)?;
+        let args = args![residual.ptr(), at, norm.weight.ptr(), norm.eps, w.rows as u32];
+        self.launch(kernel!("arc_matmul_norm_add"), Grid::new(rows as u32, 256), args)
     }
 }
