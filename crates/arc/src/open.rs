@@ -48,13 +48,20 @@ pub enum OpenError {
         source: std::io::Error,
     },
     /// A folder of safetensors without a tokenizer, which can be described but not talked to.
-    #[error("{}: no tokenizer.json in this folder, without which no text can be read or written", folder.display())]
+    #[error(
+        "{}: no tokenizer.json in this folder, without which no text can be read or written: put the model's there \
+         (arc bench, arc eval logits and arc inspect do without)",
+        folder.display()
+    )]
     NoTokenizer {
         /// The folder.
         folder: PathBuf,
     },
     /// A model of random weights is asked for text.
-    #[error("{name}: a model of random weights has no tokenizer; arc inspect and arc eval logits need none")]
+    #[error(
+        "{name}: a model of random weights has no tokenizer and knows no text: measure it with arc bench or arc eval \
+         logits, look at it with arc inspect, or name a model with a tokenizer"
+    )]
     Random {
         /// Its name.
         name: String,
@@ -255,19 +262,10 @@ fn cuda_options(config: &Config) -> CudaOptions {
     CudaOptions { ordinal: config.gpu as usize, capture: config.capture.is_on() }
 }
 
-/// Loads a described model and starts its engine.
-pub fn start(described: &Described, config: &Config, sizes: Sizes) -> Result<Running, OpenError> {
+/// Loads a described model and starts its engine, for tokens in and tokens out.
+pub fn start_engine(described: &Described, config: &Config, sizes: Sizes) -> Result<EngineHandle, OpenError> {
     let limits = described.limits(config, sizes)?;
-    let tokenizer = described.tokenizer()?;
     let vocab = u32::try_from(described.config.shape().vocab).unwrap_or(u32::MAX);
-    let context = u32::try_from(limits.context.min(limits.blocks * BLOCK_TOKENS)).unwrap_or(u32::MAX);
-    let text = ModelText::new(tokenizer, context);
-    // A template that never ends leaves a thread behind that nothing can stop, so it is found before anybody is served.
-    // Other refusals may be about this conversation alone.
-    let greeting = [ChatMessage::new(Role::User, "hello")];
-    if let Err(PromptError::Template(TemplateError::Stuck)) = text.encode_chat(&greeting, None) {
-        return Err(OpenError::EndlessTemplate { path: described.path.clone() });
-    }
     let (file, model, set_up) = (described.file.clone(), described.config.clone(), engine_config(config, &limits));
     let started = match config.device {
         Device::Cpu => {
@@ -286,8 +284,22 @@ pub fn start(described: &Described, config: &Config, sizes: Sizes) -> Result<Run
             })
         }
     };
-    let engine = started.map_err(|e| OpenError::Start(e.to_string()))?;
-    Ok(Running { engine, text: Arc::new(text) })
+    started.map_err(|e| OpenError::Start(e.to_string()))
+}
+
+/// Reads a described model's tokenizer and starts its engine.
+pub fn start(described: &Described, config: &Config, sizes: Sizes) -> Result<Running, OpenError> {
+    let limits = described.limits(config, sizes)?;
+    let tokenizer = described.tokenizer()?;
+    let context = u32::try_from(limits.context.min(limits.blocks * BLOCK_TOKENS)).unwrap_or(u32::MAX);
+    let text = ModelText::new(tokenizer, context);
+    // A template that never ends leaves a thread behind that nothing can stop, so it is found before anybody is served.
+    // Other refusals may be about this conversation alone.
+    let greeting = [ChatMessage::new(Role::User, "hello")];
+    if let Err(PromptError::Template(TemplateError::Stuck)) = text.encode_chat(&greeting, None) {
+        return Err(OpenError::EndlessTemplate { path: described.path.clone() });
+    }
+    Ok(Running { engine: start_engine(described, config, sizes)?, text: Arc::new(text) })
 }
 
 fn engine_config(config: &Config, limits: &Limits) -> EngineConfig {

@@ -89,5 +89,33 @@ fn names_that_are_wrong_and_text_are_refused() {
     let quick = Duration::from_secs(5);
     refused(arc().args(["inspect", "synthetic:deepseek-v5"]), b"", 1, "must be synthetic: and one of", quick);
     refused(arc().args(["inspect", "synthetic:deepseek-v4-tiny,experts=3"]), b"", 1, "must be from 4", quick);
-    refused(arc().args(["run", "synthetic:deepseek-v4-tiny", "hello"]), b"", 1, "has no tokenizer", quick);
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let text = dir.path().join("text");
+    std::fs::write(&text, "hello").expect("the temporary folder is writable");
+    let text = text.to_str().expect("UTF-8");
+    let tiny = "synthetic:deepseek-v4-tiny";
+    for words in
+        [&["run", tiny, "hello"][..], &["chat", tiny], &["serve", tiny, "--port", "0"], &["eval", "ppl", tiny, text]]
+    {
+        refused(arc().args(words), b"hello\n", 1, "measure it with arc bench", quick);
+    }
+    // A folder that nobody put a tokenizer into.
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/deepseek-v4-tiny/native");
+    refused(arc().args(["run", folder, "hello"]), b"", 1, "put the model's there", quick);
+}
+
+/// What is measured takes token ids, so that a model without a tokenizer can be measured.
+#[test]
+fn bench_runs_without_a_tokenizer() {
+    let args = ["--pp", "40", "--tg", "6", "--batch", "2", "--reps", "1", "--threads", "2", "--json"];
+    let output = arc().args(["bench", "synthetic:deepseek-v4-tiny"]).args(args).output().expect("the binary is built");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let page: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(page["architecture"], "deepseek_v4");
+    for rate in [&page["prefill"]["tokens_per_s"]["median"], &page["decode"]["tokens_per_s"]["median"]] {
+        assert!(rate.as_f64().is_some_and(|rate| rate.is_finite() && rate > 0.0), "{page}");
+    }
+    // Two rows of a step go to half of the experts or more; all else is read once.
+    let read = page["decode"]["bytes_per_step"].as_f64().expect("a number");
+    assert!(read > 1e5, "{page}");
 }

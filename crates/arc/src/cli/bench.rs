@@ -92,8 +92,8 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     }
     let threads = open::threads(config);
     let roof = bandwidth::read_bytes_per_s(threads);
-    let running = open::start(&model, &sized, Sizes::slots(args.batch))?;
-    let engine = &running.engine;
+    // Token ids are all it takes, so that a model without a tokenizer can be measured too.
+    let engine = &open::start_engine(&model, &sized, Sizes::slots(args.batch))?;
     let vocab = engine.limits().vocab;
     let (mut prefills, mut decodes) = (Vec::new(), Vec::new());
     for rep in 0..=args.reps {
