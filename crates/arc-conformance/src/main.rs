@@ -13,8 +13,10 @@
 mod compare;
 mod faults;
 mod inputs;
+mod kv;
 mod matmul;
 mod models;
+mod rows;
 mod state;
 mod suite;
 
@@ -52,6 +54,7 @@ fn main() -> ExitCode {
         return ExitCode::from(if require { 2 } else { 0 });
     }
     matmul::cases(&mut suite);
+    kv::cases(&mut suite);
     state::cases(&mut suite);
     faults::cases(&mut suite);
     models::cases(&mut suite, &models);

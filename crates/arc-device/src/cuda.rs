@@ -26,7 +26,7 @@ use crate::error::{DeviceError, Fault, Result};
 use crate::ops::matmul::MatrixSource;
 use crate::ops::matmul::cuda::CudaMatrix;
 use crate::ops::sample::SamplerConfig;
-use crate::step::{Landed, Limits, Part, StepClocks, StepDelta, StepKey};
+use crate::step::{CtxClass, Landed, Limits, Part, StepClocks, StepDelta, StepKey};
 use crate::{Alloc, Buffers, Element, Landing, MemoryClass, MemoryTable, ModelShape, Readback, Steps, StreamState};
 pub(crate) use driver::Grid;
 use driver::{Driver, Graph};
@@ -156,6 +156,8 @@ pub struct Cuda {
     state: Option<State>,
     /// Part of the step that is being enqueued.
     part: Part,
+    /// Longest context of the step that is being enqueued.
+    pub(crate) ctx: CtxClass,
     graphs: HashMap<StepKey, Recorded>,
     options: CudaOptions,
     pub(crate) counters: Counters,
@@ -166,6 +168,7 @@ pub struct Cuda {
     /// Pinned memory of uploads, until `finish`.
     chute: Option<upload::Chute>,
     pub(crate) matmul: crate::ops::matmul::cuda::Workspace,
+    pub(crate) kv: crate::ops::kv::cuda::Workspace,
 }
 
 impl Cuda {
@@ -176,6 +179,7 @@ impl Cuda {
             limits,
             state: None,
             part: Part::Whole,
+            ctx: CtxClass::Long,
             graphs: HashMap::new(),
             options,
             counters: Counters::default(),
@@ -184,6 +188,7 @@ impl Cuda {
             blame: std::env::var_os("ARC_CUDA_BLAME").is_some(),
             chute: None,
             matmul: crate::ops::matmul::cuda::Workspace::default(),
+            kv: crate::ops::kv::cuda::Workspace::default(),
         })
     }
 
@@ -295,7 +300,7 @@ impl Cuda {
 
     /// The step's kernels, eagerly or into a recording.
     fn enqueue(&mut self, key: StepKey, body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<()> {
-        self.part = key.part;
+        (self.part, self.ctx) = (key.part, key.ctx);
         let view = self.view();
         let threads = key.rows.next_multiple_of(32).clamp(32, 1024);
         let grid = Grid::new(1, threads).shared(12 * self.limits.slots as u32);
@@ -326,7 +331,7 @@ impl Cuda {
         body: &mut dyn FnMut(&mut Self) -> Result<()>,
     ) -> Result<f64> {
         self.enter()?;
-        self.part = key.part;
+        (self.part, self.ctx) = (key.part, key.ctx);
         self.enqueue(key, &mut |_| Ok(()))?;
         self.driver.begin_capture()?;
         let done = (0..repeats).try_for_each(|_| body(self));
@@ -406,6 +411,7 @@ impl Alloc for Cuda {
         self.state = Some(state);
         self.chute = None;
         self.matmul = crate::ops::matmul::cuda::Workspace::new(self, shape)?;
+        self.kv = crate::ops::kv::cuda::Workspace::new(self)?;
         self.driver.synchronize("load")?;
         Ok(())
     }

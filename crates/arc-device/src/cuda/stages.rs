@@ -36,23 +36,23 @@ impl Ops for Cuda {
 
     fn qkv_rope_append(
         &mut self,
-        _qkv: &mut Self::Buf<f32>,
-        _kv: &mut KvLayer<Self>,
-        _cfg: &QkvConfig<'_, Self>,
-        _rows: usize,
+        qkv: &mut Self::Buf<f32>,
+        kv: &mut KvLayer<Self>,
+        cfg: &QkvConfig<'_, Self>,
+        rows: usize,
     ) -> Result<()> {
-        Err(todo("qkv_rope_append"))
+        self.kv_append(qkv, kv, cfg, rows)
     }
 
     fn attention(
         &mut self,
-        _out: &mut Self::Buf<f32>,
-        _qkv: &Self::Buf<f32>,
-        _kv: &KvLayer<Self>,
-        _cfg: &AttentionConfig,
-        _rows: usize,
+        out: &mut Self::Buf<f32>,
+        qkv: &Self::Buf<f32>,
+        kv: &KvLayer<Self>,
+        cfg: &AttentionConfig,
+        rows: usize,
     ) -> Result<()> {
-        Err(todo("attention"))
+        self.kv_attend(out, qkv, kv, cfg, rows)
     }
 
     fn matmul_residual(

@@ -59,3 +59,4 @@ impl AttentionConfig {
 mod tests;
 
 pub(crate) mod cpu;
+pub(crate) mod cuda;
