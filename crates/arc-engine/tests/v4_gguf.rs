@@ -3,19 +3,20 @@
 mod v4;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use arc_device::cpu::Cpu;
 use arc_device::format::{Format, repack};
 use arc_engine::load::gguf::ValueType;
 use arc_engine::load::synthetic::table::GgufNames;
 use arc_engine::load::synthetic::{Synthetic, V4Sizes};
 use arc_engine::load::testing::{GgufWriter, TensorSpec, array};
 use arc_engine::load::{LoadError, ModelFile};
-use arc_engine::model::ModelConfig;
-use arc_engine::model::deepseek_v4::Numerics;
+use arc_engine::model::deepseek_v4::{Numerics, Report};
+use arc_engine::model::{Model, ModelConfig};
 use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
-use v4::{Golden, Rig, VOCAB, dequantised, fixture_sizes, native, same_bits};
+use v4::{Golden, Rig, VOCAB, dequantised, draft_logits, fixture_sizes, limits, load_with, native, same_bits};
 
 /// A file that goes with its test.
 struct Temporary(PathBuf);
@@ -135,10 +136,8 @@ fn the_fixture_under_other_names_gives_the_same_bits() {
     }
 }
 
-/// IQ2_XXS, Q2_K, Q8_0 and F16 in one model: any chunks and threads give the same bits, and distributions are close to
-/// what the same weights give as floats.
-#[test]
-fn the_two_bit_recipe_runs() {
+/// The 2-bit recipe with random weights.
+fn two_bit() -> GgufWriter {
     let model = Synthetic::open("synthetic:deepseek-v4-tiny").expect("a known name");
     let mut writer = metadata(&model.sizes);
     for tensor in model.tensors() {
@@ -151,7 +150,14 @@ fn the_two_bit_recipe_runs() {
             }
         };
     }
-    let file = written("two-bit", &writer);
+    writer
+}
+
+/// IQ2_XXS, Q2_K, Q8_0 and F16 in one model: any chunks and threads give the same bits, and distributions are close to
+/// what the same weights give as floats.
+#[test]
+fn the_two_bit_recipe_runs() {
+    let file = written("two-bit", &two_bit());
     let ids: Vec<u32> = (0..200).map(|i| (i * 97 + 13) % VOCAB as u32).collect();
     let want = Rig::load(&file.0, Numerics::Serving, 2).prompt(0, &ids, ids.len());
     assert!(want.iter().all(|x| x.is_finite()) && want.iter().any(|x| x.abs() > 1.0));
@@ -163,6 +169,97 @@ fn the_two_bit_recipe_runs() {
     let (kl, same) = v4::divergence(&want, &floats);
     eprintln!("serving against reference: mean KL {kl:.2e}, same argmax {same:.3}");
     assert!(kl < 0.1 && same > 0.7, "{kl} {same}");
+}
+
+/// As llama.cpp writes it: the draft block is a block after the trunk's, what a layer has not stands under `nextn.`, and
+/// where `join`, both projections are one tensor, side by side along the inputs.
+fn counting_drafts(mut writer: GgufWriter, layers: usize, join: bool) -> GgufWriter {
+    writer.metadata.retain(|(name, _)| name != b"deepseek4.block_count");
+    writer = writer.u32("deepseek4.block_count", layers as u32 + 1).u32("deepseek4.nextn_predict_layers", 1);
+    let mut projections = Vec::new();
+    for mut tensor in std::mem::take(&mut writer.tensors) {
+        let name = String::from_utf8(tensor.name.clone()).expect("UTF-8");
+        let Some(rest) = name.strip_prefix("mtp.0.") else {
+            writer.tensors.push(tensor);
+            continue;
+        };
+        let own = ["e_proj.", "h_proj.", "enorm.", "hnorm.", "hc_head_"].iter().any(|own| rest.starts_with(own));
+        let rest = match rest {
+            "norm.weight" => "nextn.shared_head_norm.weight".to_owned(),
+            _ if own => format!("nextn.{rest}"),
+            _ => rest.to_owned(),
+        };
+        tensor.name = format!("blk.{layers}.{rest}").into_bytes();
+        if join && rest.ends_with("_proj.weight") {
+            projections.push(tensor);
+        } else {
+            writer.tensors.push(tensor);
+        }
+    }
+    if join {
+        projections.sort_by(|a, b| a.name.cmp(&b.name));
+        let [e, h] = <[TensorSpec; 2]>::try_from(projections).expect("two projections");
+        let row = e.data.len() / e.dims[1] as usize;
+        let data = e.data.chunks(row).zip(h.data.chunks(row)).flat_map(|(e, h)| [e, h].concat()).collect();
+        let name = format!("blk.{layers}.nextn.eh_proj.weight").into_bytes();
+        writer.tensors.push(TensorSpec { name, dims: vec![2 * e.dims[0], e.dims[1]], data, ..e });
+    }
+    writer
+}
+
+/// Only the first of the ratios, for a file that has none for draft blocks.
+fn ratios(mut writer: GgufWriter, s: &V4Sizes, n: usize) -> GgufWriter {
+    writer.metadata.retain(|(name, _)| name != b"deepseek4.attention.compress_ratios");
+    let ratios: Vec<u8> = s.ratios[..n].iter().flat_map(|&ratio| (ratio as i32).to_le_bytes()).collect();
+    writer.value("deepseek4.attention.compress_ratios", ValueType::Array, array(ValueType::I32, n as u64, &ratios))
+}
+
+fn drafted(path: &Path, numerics: Numerics, ids: &[u32]) -> Vec<f32> {
+    let (mut dev, model) = load_with(path, 2, &|config| {
+        config.set_numerics(numerics);
+        config.draft = true;
+    });
+    let Model::DeepseekV4(mut model) = model else { panic!("a DeepSeek-V4") };
+    draft_logits(&mut dev, &mut model, ids, 64)
+}
+
+/// The draft block under every name that it has, with and without a ratio of its own, from float and from integer-coded
+/// tensors: the same bits. And it is counted as a draft block.
+#[test]
+fn a_draft_block_is_found_under_both_names() {
+    let ids = Golden::open("golden.safetensors").ids("mid.input_ids");
+    let sizes = fixture_sizes();
+    let want = drafted(&native(), Numerics::Reference, &ids);
+    let recipe = two_bit();
+    let of_recipe = written("draft-recipe", &recipe);
+    let coded = drafted(&of_recipe.0, Numerics::Serving, &ids);
+    let mut compared = 0;
+    for (i, (join, n)) in [(true, 5), (true, 4), (false, 5)].into_iter().enumerate() {
+        let file = written(&format!("draft-{i}"), &ratios(counting_drafts(fixture(), 4, join), &sizes, n));
+        let what = format!("joined {join}, {n} ratios");
+        compared += same_bits(&drafted(&file.0, Numerics::Reference, &ids), &want, &what);
+        let opened = ModelFile::open(&file.0).expect("it opens");
+        let Ok(ModelConfig::DeepseekV4(config)) = ModelConfig::read(&opened) else { panic!("a DeepSeek-V4") };
+        assert_eq!(config.layers.len(), 4, "{what}");
+        let (report, plain) = (Report::new(&opened, &config), written("draft-plain", &fixture()));
+        let plain = Report::new(&ModelFile::open(&plain.0).expect("it opens"), &config);
+        assert!(report.draft_bytes > 0 && report.draft_bytes == plain.draft_bytes, "{what}");
+        assert_eq!(report.classes, plain.classes, "{what}");
+
+        let file = written(&format!("draft-coded-{i}"), &ratios(counting_drafts(recipe.clone(), 4, join), &sizes, n));
+        compared += same_bits(&drafted(&file.0, Numerics::Serving, &ids), &coded, &format!("coded, {what}"));
+    }
+    assert_eq!(compared, 6 * 138 * VOCAB);
+    // A projection that is not there.
+    let mut wrong = counting_drafts(recipe, 4, true);
+    wrong.tensors.retain(|tensor| !tensor.name.ends_with(b"nextn.eh_proj.weight"));
+    let file = written("draft-wrong", &wrong);
+    let opened = ModelFile::open(&file.0).expect("it opens");
+    let mut config = ModelConfig::read(&opened).expect("a configuration");
+    let ModelConfig::DeepseekV4(v4) = &mut config else { panic!("a DeepSeek-V4") };
+    v4.draft = true;
+    let found = Model::load(&mut Cpu::new(1, limits()), &opened, &config, &limits()).err().expect("no projection");
+    assert!(found.to_string().contains("blk.4.nextn.e_proj.weight"), "{found}");
 }
 
 #[test]

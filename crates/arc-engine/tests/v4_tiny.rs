@@ -11,7 +11,8 @@ use arc_device::{Landing, Readback, Steps};
 use arc_engine::model::Model;
 use arc_engine::model::deepseek_v4::{Numerics, Point, V4Config};
 use v4::{
-    Golden, Rig, VOCAB, admit, bf16, dequantised, divergence, folder, load, load_with, native, rows, same_bits, worst,
+    Golden, Rig, VOCAB, admit, bf16, dequantised, divergence, draft_logits, folder, load, load_with, native, rows,
+    same_bits, worst,
 };
 
 /// What the fixture's README asks of f32 engines.
@@ -283,27 +284,7 @@ fn the_draft_block_gives_the_golden() {
         let ids = golden.ids(&format!("{name}.input_ids"));
         let mut whole: Option<Vec<f32>> = None;
         for chunk in [ids.len(), 1, 17, 128] {
-            let mut logits = Vec::new();
-            for first in (0..ids.len()).step_by(chunk) {
-                let tokens = &ids[first..ids.len().min(first + chunk)];
-                let mut table = rows(0, tokens);
-                let last = table.len() - 1;
-                // Nothing follows the prompt's last token: its row is not compared.
-                table[last].target = ids.get(first + tokens.len()).copied().unwrap_or(0);
-                let admit = if first == 0 { vec![admit(0, 0)] } else { Vec::new() };
-                dev.stage(&StepDelta { admit, rows: Some(table), ..StepDelta::default() }).expect("staged");
-                let n = tokens.len() as u32;
-                let key = StepKey::new(n, n, CtxClass::Short, Part::Whole);
-                let step = dev.step(key, &mut |dev| {
-                    model.step(dev, key)?;
-                    model.draft(dev, key)
-                });
-                dev.read_to(step.expect("a step"));
-                let mut out = vec![0.0; tokens.len() * VOCAB];
-                dev.read(model.draft_logits().expect("it was asked for"), &mut out).expect("read");
-                logits.extend(out);
-            }
-            logits.truncate((ids.len() - 1) * VOCAB);
+            let logits = draft_logits(&mut dev, &mut model, &ids, chunk);
             let from = logits.len() - 32 * VOCAB;
             close(&logits[from..], &golden.floats(&format!("{name}.mtp_logits")), VOCAB, &format!("{name} draft"));
             same_bits(&logits, whole.get_or_insert_with(|| logits.clone()), &format!("{name} in chunks of {chunk}"));

@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use arc_device::cpu::Cpu;
 use arc_device::ops::sample::SamplerConfig;
 use arc_device::step::{BLOCK_TOKENS, CtxClass, Limits, Part, Row, SlotInit, StepDelta, StepKey, row_flags};
-use arc_device::{DeviceLoop, Landing};
+use arc_device::{DeviceLoop, Landing, Readback, Steps};
 use arc_engine::load::ModelFile;
 use arc_engine::load::synthetic::V4Sizes;
-use arc_engine::model::deepseek_v4::{Numerics, V4Config};
+use arc_engine::model::deepseek_v4::{DeepseekV4, Numerics, V4Config};
 use arc_engine::model::{Model, ModelConfig};
 use arc_engine::runner::Runner;
 use safetensors::tensor::{Dtype, TensorView};
@@ -216,6 +216,32 @@ impl Rig {
         }
         out
     }
+}
+
+/// The draft block's logits over a prompt whose tokens are all known, in chunks. Nothing follows the last token: of it there
+/// are none.
+pub fn draft_logits(dev: &mut Cpu, model: &mut DeepseekV4<Cpu>, ids: &[u32], chunk: usize) -> Vec<f32> {
+    let mut logits = Vec::new();
+    for first in (0..ids.len()).step_by(chunk) {
+        let tokens = &ids[first..ids.len().min(first + chunk)];
+        let mut table = rows(0, tokens);
+        let last = table.len() - 1;
+        table[last].target = ids.get(first + tokens.len()).copied().unwrap_or(0);
+        let admit = if first == 0 { vec![admit(0, 0)] } else { Vec::new() };
+        dev.stage(&StepDelta { admit, rows: Some(table), ..StepDelta::default() }).expect("staged");
+        let n = tokens.len() as u32;
+        let key = StepKey::new(n, n, CtxClass::Short, Part::Whole);
+        let step = dev.step(key, &mut |dev| {
+            model.step(dev, key)?;
+            model.draft(dev, key)
+        });
+        dev.read_to(step.expect("a step"));
+        let mut out = vec![0.0; tokens.len() * VOCAB];
+        dev.read(model.draft_logits().expect("it was asked for"), &mut out).expect("read");
+        logits.extend(out);
+    }
+    logits.truncate((ids.len() - 1) * VOCAB);
+    logits
 }
 
 /// A sequence from `pos` on, its blocks deliberately not in order.

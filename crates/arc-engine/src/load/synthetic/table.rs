@@ -456,6 +456,10 @@ pub struct GgufNames {
     /// Names inside a layer or an MTP block, and at the top.
     block: BTreeMap<&'static str, &'static str>,
     top: BTreeMap<&'static str, &'static str>,
+    /// What an MTP block has beside a layer's tensors, in files that count MTP blocks as layers.
+    nextn: BTreeMap<&'static str, String>,
+    /// Layers of the trunk, in such files.
+    trunk: Option<usize>,
 }
 
 impl Default for GgufNames {
@@ -467,11 +471,38 @@ impl Default for GgufNames {
         Self {
             block: both.into_iter().flat_map(|kind| layer(&s, kind)).chain(mtp(&s)).map(names).collect(),
             top: top(&s).into_iter().map(names).collect(),
+            nextn: mtp(&s).into_iter().map(|entry| (entry.released, nextn(entry.gguf))).collect(),
+            trunk: None,
+        }
+    }
+}
+
+/// `norm.weight` gives `nextn.shared_head_norm.weight`, any other name `nextn.` and itself. Without `.weight` too.
+fn nextn(gguf: &str) -> String {
+    match gguf.strip_prefix("norm") {
+        Some(rest) if rest.is_empty() || rest.starts_with('.') => format!("nextn.shared_head_norm{rest}"),
+        _ => {
+            let suffix = if gguf.contains('.') { "" } else { ".weight" };
+            format!("nextn.{gguf}{suffix}")
         }
     }
 }
 
 impl GgufNames {
+    /// For a file in which MTP block N is `blk.{layers + N}`, as llama.cpp writes it: what a layer has not stands under
+    /// `nextn.`, and both projections may be one ([`Self::joined`]).
+    pub fn counting_mtp_blocks(self, layers: usize) -> Self {
+        Self { trunk: Some(layers), ..self }
+    }
+
+    /// The tensor that may hold this one beside another, along the inputs, and its place there: `mtp.0.e_proj` is the
+    /// first half of `blk.43.nextn.eh_proj.weight`, `mtp.0.h_proj` the second.
+    pub fn joined(&self, released: &str) -> Option<(String, usize)> {
+        let (block, name) = released.strip_prefix("mtp.")?.split_once('.')?;
+        let place = ["e_proj", "h_proj"].into_iter().position(|proj| bare(name) == proj)?;
+        Some((format!("blk.{}.nextn.eh_proj.weight", self.trunk? + number(block)?), place))
+    }
+
     /// The tensor that holds a released one: its name, and of a routed expert's matrix the expert's number, its place
     /// in the outermost dimension. `released`: with or without `.weight` where the tensor has a scale beside it. `None`
     /// for a name that no DeepSeek-V4 has, scales included.
@@ -482,7 +513,16 @@ impl GgufNames {
         let mut parts = released.splitn(3, '.');
         let (prefix, name, names) = match (parts.next()?, parts.next(), parts.next()) {
             ("layers", Some(layer), Some(name)) => (format!("blk.{}.", number(layer)?), name, &self.block),
-            ("mtp", Some(block), Some(name)) => (format!("mtp.{}.", number(block)?), name, &self.block),
+            ("mtp", Some(block), Some(name)) => match self.trunk {
+                None => (format!("mtp.{}.", number(block)?), name, &self.block),
+                Some(layers) => {
+                    let prefix = format!("blk.{}.", layers + number(block)?);
+                    if let Some(nextn) = self.nextn.get(name).or_else(|| self.nextn.get(bare(name))) {
+                        return Some((format!("{prefix}{nextn}"), None));
+                    }
+                    (prefix, name, &self.block)
+                }
+            },
             _ => (String::new(), released, &self.top),
         };
         let (name, expert) = match name.strip_prefix("ffn.experts.") {
@@ -536,7 +576,16 @@ impl Roles {
         let mut parts = bare(name).splitn(3, '.');
         let (block, idx, rest) = (parts.next()?, parts.next().and_then(number), parts.next());
         let (found, draft) = match (block, idx, rest) {
-            ("layers" | "blk", Some(layer), Some(rest)) => (self.in_block(rest), layer >= self.n_layers),
+            ("layers" | "blk", Some(layer), Some(rest)) => {
+                let rest = match rest.strip_prefix("nextn.") {
+                    // Both projections in one.
+                    Some("eh_proj") => "e_proj",
+                    Some("shared_head_norm") => "norm",
+                    Some(rest) => rest,
+                    None => rest,
+                };
+                (self.in_block(rest), layer >= self.n_layers)
+            }
             ("mtp", Some(_), Some(rest)) => (self.in_block(rest), true),
             _ => (self.top.get(bare(name)), false),
         };

@@ -25,7 +25,8 @@ impl<D: OpsV4 + Alloc> DeepseekV4<D> {
     pub fn load(dev: &mut D, file: &ModelFile, config: &V4Config, limits: &Limits) -> Result<Self> {
         config.check_numerics(file.path())?;
         let keep_codes = config.numerics() == Numerics::Serving;
-        let read = Reader::new(file, config.experts.router.experts, keep_codes, D::READS_VALUES);
+        let (layers, experts) = (config.layers.len(), config.experts.router.experts);
+        let read = Reader::new(file, layers, experts, keep_codes, D::READS_VALUES);
         let loader = Loader { read, c: config };
         let (c, hidden) = (config, config.hc.dim);
         loader.check_kinds()?;

@@ -63,10 +63,17 @@ pub struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// Of this model; integer-coded weights stay so where `keep_codes`, and become floats otherwise. `reads`: whether the
+    /// Of this model with its layers and routed experts; integer-coded weights stay so where `keep_codes`, and become floats otherwise. `reads`: whether the
     /// device looks at values ([`Alloc::READS_VALUES`]).
-    pub fn new(file: &'a ModelFile, experts: usize, keep_codes: bool, reads: bool) -> Self {
-        let gguf = matches!(file, ModelFile::Gguf(_)).then(GgufNames::default);
+    pub fn new(file: &'a ModelFile, layers: usize, experts: usize, keep_codes: bool, reads: bool) -> Self {
+        let gguf = match file {
+            ModelFile::Gguf(file) => {
+                let names = GgufNames::default();
+                let counted = file.weights().find(&format!("blk.{layers}.nextn.enorm.weight")).is_some();
+                Some(if counted { names.counting_mtp_blocks(layers) } else { names })
+            }
+            ModelFile::Safetensors(_) | ModelFile::Synthetic(_) => None,
+        };
         let tensors = match file {
             ModelFile::Gguf(file) => Tensors::Stored(file.weights()),
             ModelFile::Safetensors(file) => Tensors::Stored(file.weights()),
@@ -165,6 +172,10 @@ impl<'a> Reader<'a> {
     }
 
     fn gguf_source(&self, weights: &'a Weights, name: &str, rows: usize, cols: usize) -> Result<Source<'a>, LoadError> {
+        let joined = self.gguf.as_ref().and_then(|names| names.joined(name));
+        if let Some((joined, place)) = joined.filter(|(joined, _)| weights.find(joined).is_some()) {
+            return self.half_of_columns(weights, &joined, place, rows, cols);
+        }
         let (name, expert) = self.name(&format!("{name}.weight"));
         let shape: &[usize] = if expert.is_some() { &[self.experts, rows, cols] } else { &[rows, cols] };
         let tensor = weights.tensor_of_shape(&name, shape)?;
@@ -178,6 +189,28 @@ impl<'a> Reader<'a> {
         // The pages of all experts go with the last one.
         let tensor = (expert + 1 == self.experts).then_some(tensor);
         Ok(Source { format, rows, cols, bytes, tensor })
+    }
+
+    /// Every row's first or second half.
+    fn half_of_columns(
+        &self,
+        weights: &'a Weights,
+        name: &str,
+        place: usize,
+        rows: usize,
+        cols: usize,
+    ) -> Result<Source<'a>, LoadError> {
+        let tensor = weights.tensor_of_shape(name, &[rows, 2 * cols])?;
+        let format = tensor.format;
+        let half = format.row_bytes(cols).ok_or_else(|| {
+            let problem = format!("has a block of {} across its halves of {cols} columns", format.name());
+            bad(self.path(), &format!("tensor {name:?}"), problem)
+        })?;
+        let cut = |all: &[u8]| -> Vec<u8> {
+            all.chunks_exact(2 * half).flat_map(|row| &row[place * half..(place + 1) * half]).copied().collect()
+        };
+        let bytes = self.reads.then(|| Cow::Owned(cut(weights.bytes(&tensor))));
+        Ok(Source { format, rows, cols, bytes, tensor: (place == 1).then_some(tensor) })
     }
 
     fn released_source(

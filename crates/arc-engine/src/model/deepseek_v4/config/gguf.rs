@@ -106,12 +106,12 @@ fn fixed(keys: &Keys<'_>, path: &Path) -> Result<(), LoadError> {
     Ok(())
 }
 
-/// Where a draft block is the last of the blocks, it is counted among them.
+/// Where draft blocks are the last of the blocks, they are counted among them.
 fn layers(keys: &Keys<'_>, file: &GgufFile, path: &Path) -> Result<Vec<LayerKind>, LoadError> {
     let name = keys.key("attention.compress_ratios");
     let ratios: Vec<i64> = keys.meta.get_i32_array(&name)?.into_iter().map(i64::from).collect();
     let blocks = keys.size("block_count")?;
-    let last = format!("blk.{}.nextn.eh_proj.weight", blocks.saturating_sub(1));
+    let last = format!("blk.{}.nextn.enorm.weight", blocks.saturating_sub(1));
     let drafts = if file.weights().find(&last).is_some() { keys.size("nextn_predict_layers")? } else { 0 };
     kinds(path, &name, &ratios, blocks.saturating_sub(drafts))
 }
