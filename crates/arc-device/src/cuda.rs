@@ -156,6 +156,12 @@ pub struct Cuda {
     state: Option<State>,
     /// Part of the step that is being enqueued.
     part: Part,
+    /// Rows of its table.
+    rows: usize,
+    /// Whether it makes drafts, which have to know what was drawn before the commit.
+    settles: bool,
+    /// Whether stages run over the draft rows.
+    pub(crate) drafting: bool,
     /// Longest context of the step that is being enqueued.
     pub(crate) ctx: CtxClass,
     graphs: HashMap<StepKey, Recorded>,
@@ -179,6 +185,9 @@ impl Cuda {
             limits,
             state: None,
             part: Part::Whole,
+            rows: 0,
+            settles: false,
+            drafting: false,
             ctx: CtxClass::Long,
             graphs: HashMap::new(),
             options,
@@ -229,7 +238,8 @@ impl Cuda {
 
     /// Slots, rows and ring, for kernels that look at them. Panics before `finish`.
     pub(crate) fn view(&self) -> StepView {
-        self.state.as_ref().expect("`finish` made the state").view(self.part)
+        let state = self.state.as_ref().expect("`finish` made the state");
+        if self.drafting { state.draft_view(self.part) } else { state.view(self.part) }
     }
 
     /// Launches a kernel: the only place that does. It may start while the kernel before it runs.
@@ -301,12 +311,50 @@ impl Cuda {
     /// The step's kernels, eagerly or into a recording.
     fn enqueue(&mut self, key: StepKey, body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<()> {
         (self.part, self.ctx) = (key.part, key.ctx);
+        (self.rows, self.settles, self.drafting) = (key.rows as usize, key.drafts > 0, false);
         let view = self.view();
         let threads = key.rows.next_multiple_of(32).clamp(32, 1024);
         let grid = Grid::new(1, threads).shared(12 * self.limits.slots as u32);
         let stamp = u32::from(key.part != Part::Sample);
         self.launch(kernel!("step_begin"), grid, args![&view, key.rows, stamp])?;
         body(self)
+    }
+
+    /// Rows of the step that is being enqueued.
+    pub(crate) fn table_rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Lets a drafter know what was drawn.
+    pub(crate) fn settle(&mut self) -> Result<()> {
+        if !self.settles {
+            return Ok(());
+        }
+        let view = self.view();
+        self.launch(kernel!("step_settle"), Grid::new(1, 256), args![&view])
+    }
+
+    /// Publishes the step.
+    pub(crate) fn publish(&mut self, rows: usize) -> Result<()> {
+        self.drafting = false;
+        let view = self.view();
+        let args = args![&view, rows as u32, u32::from(self.settles)];
+        self.launch(kernel!("step_commit"), Grid::new(1, 256), args)
+    }
+
+    /// Makes the table of `n` draft rows of a step of `rows` rows, and goes over to it.
+    pub(crate) fn begin_drafts(&mut self, rows: usize, n: usize) -> Result<()> {
+        let view = self.view();
+        self.drafting = true;
+        let draft = self.view();
+        let threads = rows.next_multiple_of(32).clamp(32, 1024) as u32;
+        self.launch(kernel!("step_draft_rows"), Grid::new(1, threads), args![&view, &draft, rows as u32, n as u32])
+    }
+
+    /// Takes drawn drafts into their slots.
+    pub(crate) fn push_drafts(&mut self, n: usize) -> Result<()> {
+        let draft = self.view();
+        self.launch(kernel!("step_push_drafts"), Grid::new(1, 256), args![&draft, n as u32])
     }
 
     fn record(&mut self, key: StepKey, body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<()> {

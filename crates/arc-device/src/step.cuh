@@ -8,17 +8,20 @@ namespace arc {
 constexpr uint32_t kBlockTokens = 32;
 constexpr uint32_t kMaxStopIds = 16;
 constexpr uint32_t kMaxTop = 20;
-constexpr uint32_t kMaxStepTokens = 5;
+constexpr uint32_t kMaxDrafts = 4;
+constexpr uint32_t kMaxStepTokens = kMaxDrafts + 1;
 constexpr uint32_t kTokenOfSlot = 0xffffffffu;
 constexpr uint32_t kNone = 0xffffffffu;
 
 // Bits of Row::flags.
-constexpr uint32_t kRowHead = 1, kRowSample = 2, kRowScore = 4, kRowPadding = 8;
+constexpr uint32_t kRowHead = 1, kRowSample = 2, kRowScore = 4, kRowPadding = 8, kRowVerify = 16, kRowPropose = 32;
+constexpr uint32_t kRowHeads = kRowHead | kRowSample | kRowScore | kRowVerify;
+constexpr uint32_t kRowDraws = kRowSample | kRowVerify;
 // Bits of Slot::flags.
 constexpr uint32_t kIgnoreStop = 1;
 // Bits of Landed::flags.
 constexpr uint32_t kDoneStop = 1, kDoneLength = 2, kNonFinite = 4, kNothingToSample = 8, kOutOfRange = 16, kInert = 32,
-                   kScored = 64;
+                   kScored = 64, kVerified = 128;
 constexpr uint32_t kFault = kNonFinite | kNothingToSample | kOutOfRange;
 constexpr uint32_t kDone = kDoneStop | kDoneLength | kFault;
 
@@ -62,9 +65,18 @@ struct Slot {
     uint32_t forced;      // 0, or 1: emit `forced_token`, or 2: end with `forced_fault`
     uint32_t forced_token, forced_fault;
     uint32_t stop_ids[kMaxStopIds];
+    uint32_t drafts[kMaxDrafts];  // tokens that may be emitted next
+    uint32_t n_drafts, pad;
     SamplerParams params;
+
+    // Draft j, counted from 1, where the slot has one and may emit a token after it; otherwise kNone.
+    __device__ __forceinline__ uint32_t draft(uint32_t j) const {
+        return j >= 1 && j <= n_drafts && n_out + j < max_out ? drafts[j - 1] : kNone;
+    }
+    // Whether another draft could be of use.
+    __device__ __forceinline__ bool takes_draft() const { return n_drafts < kMaxDrafts && n_out + n_drafts < max_out; }
 };
-static_assert(sizeof(Slot) == 192);
+static_assert(sizeof(Slot) == 216);
 
 // What a head row leaves for the host.
 struct Landed {
@@ -99,6 +111,8 @@ struct StepView {
     const uint32_t* blocks;  // [n_slots, max_blocks]
     uint64_t* writers;       // [n_blocks]: the step and the first row that writes to a block
     Landed* landed;          // [heads_max]: of the current step
+    uint32_t* drawn;         // what each row drew, where that counts, otherwise kNone
+    uint32_t* from;          // of each draft row, the row of the step that it continues
     const uint32_t* bias_ids;  // [n_slots, kMaxBias]
     const float* bias;         // [n_slots, kMaxBias]
     const uint32_t* masks;     // [n_slots, ceil(vocab / 32)]
@@ -112,7 +126,7 @@ struct StepView {
     uint32_t n_slots, max_blocks, n_blocks, vocab;
     uint32_t context, heads_max, ring_steps, part;
 };
-static_assert(sizeof(StepView) == 168);
+static_assert(sizeof(StepView) == 184);
 constexpr uint32_t kMaxBias = 1024;
 
 __device__ __forceinline__ uint64_t now_ns() {

@@ -64,6 +64,10 @@ pub mod row_flags {
     pub const VERIFY: u16 = 16;
     /// The slot wants drafts for its next step. Only with `SAMPLE`.
     pub const PROPOSE: u16 = 32;
+    /// Any of these goes through the output head.
+    pub const HEADS: u16 = HEAD | SAMPLE | SCORE | VERIFY;
+    /// Any of these draws.
+    pub const DRAWS: u16 = SAMPLE | VERIFY;
 }
 
 /// Bits of [`SlotInit::flags`].

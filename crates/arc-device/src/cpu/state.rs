@@ -12,10 +12,6 @@ use crate::step::{
     TOKEN_OF_SLOT, landed_flags, row_flags, slot_flags,
 };
 
-/// Flags of rows that go through the output head.
-const HEADS: u16 = row_flags::HEAD | row_flags::SAMPLE | row_flags::SCORE | row_flags::VERIFY;
-/// Flags of rows that draw.
-const DRAWS: u16 = row_flags::SAMPLE | row_flags::VERIFY;
 /// Rows of one sequence that share a tile of keys.
 const GROUP_ROWS: usize = 8;
 
@@ -223,7 +219,7 @@ impl State {
             if let Some(before) = self.infos.last().filter(|before| info.follows(before)) {
                 info.back = before.back + 1;
             }
-            if row.flags & HEADS != 0 {
+            if row.flags & row_flags::HEADS != 0 {
                 self.heads.push(r as u32);
             }
             match self.groups.last_mut() {
@@ -443,7 +439,7 @@ impl State {
     pub fn commit(&mut self) {
         let entry = (self.step + 1) as usize % self.ring.len();
         for ((row, info), drawn) in self.rows.iter().zip(&self.infos).zip(&self.drawn) {
-            if info.live && (row.flags & DRAWS == 0 || drawn.is_some()) {
+            if info.live && (row.flags & row_flags::DRAWS == 0 || drawn.is_some()) {
                 self.slots[usize::from(row.slot)].pos += 1;
             }
         }
@@ -529,7 +525,7 @@ fn land(slot: &Slot, row: &Row, info: RowInfo, logits: &[f32], scratch: &mut Scr
             Err(fault) => landed.flags = fault.landed_flag() | landed_flags::SCORED,
         }
     }
-    if row.flags & DRAWS != 0 {
+    if row.flags & row_flags::DRAWS != 0 {
         let drafts = if row.flags & row_flags::VERIFY != 0 { row.offset as usize } else { 0 };
         draw(slot, drafts, logits, scratch, &mut landed);
     }

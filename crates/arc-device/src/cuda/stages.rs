@@ -106,7 +106,6 @@ impl Ops for Cuda {
     }
 
     fn commit(&mut self, rows: usize, _heads: usize) -> Result<()> {
-        let view = self.view();
-        self.launch(kernel!("step_commit"), Grid::new(1, 256), args![&view, rows as u32])
+        self.publish(rows)
     }
 }

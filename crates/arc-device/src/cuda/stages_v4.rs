@@ -1,15 +1,15 @@
 //! The stages of DeepSeek-V4 on the GPU.
 
-use super::Cuda;
 use super::stages::todo;
-use crate::Norm;
+use super::{Cuda, Grid, args, kernel};
 use crate::error::Result;
-use crate::ops::hc::HcConfig;
+use crate::ops::hc::{HcConfig, STREAMS};
 use crate::ops::quant::Inputs;
 use crate::ops_v4::{
     DraftWeights, ExpertConfig, ExpertWeights, ExpertWork, HcHead, HcSite, Incoming, LatentLayer, LatentState,
     LatentWeights, LatentWork, OpsV4, Streams,
 };
+use crate::{Norm, Ops};
 
 impl OpsV4 for Cuda {
     fn hc_site(
@@ -154,17 +154,23 @@ impl OpsV4 for Cuda {
 
     fn draft_rows(
         &mut self,
-        _out: &mut Streams<Self>,
-        _h: &mut Self::Buf<f32>,
-        _streams: &Streams<Self>,
-        _merged: &Self::Buf<f32>,
-        _cfg: &HcConfig,
-        _rows: usize,
+        out: &mut Streams<Self>,
+        h: &mut Self::Buf<f32>,
+        streams: &Streams<Self>,
+        merged: &Self::Buf<f32>,
+        cfg: &HcConfig,
+        rows: usize,
     ) -> Result<()> {
-        Err(todo("draft_rows"))
+        let table = self.table_rows();
+        self.begin_drafts(table, rows)?;
+        let (draft, wide, narrow) = (self.view(), (STREAMS * cfg.dim) as u32, cfg.dim as u32);
+        let grid = Grid::xy(wide.div_ceil(1024), rows as u32, 256);
+        let args = args![&draft, out.x.ptr(), streams.x.ptr(), wide, h.ptr(), merged.ptr(), narrow];
+        self.launch(kernel!("step_draft_gather"), grid, args)
     }
 
-    fn sample_drafts(&mut self, _logits: &mut Self::Buf<f32>, _rows: usize) -> Result<()> {
-        Err(todo("sample_drafts"))
+    fn sample_drafts(&mut self, logits: &mut Self::Buf<f32>, rows: usize) -> Result<()> {
+        self.sample(logits, rows)?;
+        self.push_drafts(rows)
     }
 }

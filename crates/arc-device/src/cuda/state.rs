@@ -9,7 +9,8 @@ use super::driver::{self, Driver};
 use crate::error::Result;
 use crate::ops::sample::SamplerParams;
 use crate::step::{
-    BLOCK_TOKENS, Landed, Limits, MAX_STOP_IDS, Part, Row, SlotInit, StepClocks, StepDelta, row_flags, slot_flags,
+    BLOCK_TOKENS, Landed, Limits, MAX_DRAFTS, MAX_STOP_IDS, Part, Row, SlotInit, StepClocks, StepDelta, row_flags,
+    slot_flags,
 };
 
 /// `Slot` of step.cuh.
@@ -35,9 +36,12 @@ struct Slot {
     forced_token: u32,
     forced_fault: u32,
     stop_ids: [u32; MAX_STOP_IDS],
+    drafts: [u32; MAX_DRAFTS],
+    n_drafts: u32,
+    pad: u32,
     params: SamplerParams,
 }
-const _: () = assert!(size_of::<Slot>() == 192);
+const _: () = assert!(size_of::<Slot>() == 216);
 const SLOT_WORDS: usize = size_of::<Slot>() / 4;
 
 /// `Progress` of step.cuh.
@@ -61,6 +65,8 @@ pub struct StepView {
     blocks: u64,
     writers: u64,
     landed: u64,
+    drawn: u64,
+    from: u64,
     bias_ids: u64,
     bias: u64,
     masks: u64,
@@ -79,7 +85,7 @@ pub struct StepView {
     ring_steps: u32,
     pub(super) part: u32,
 }
-const _: () = assert!(size_of::<StepView>() == 168);
+const _: () = assert!(size_of::<StepView>() == 184);
 
 /// Entries of a slot's bias list; a row with more is drawn by the host. `kMaxBias` of step.cuh.
 pub const MAX_BIAS: usize = 1024;
@@ -187,6 +193,8 @@ pub struct Blob {
 pub struct State {
     driver: Arc<Driver>,
     view: StepView,
+    /// The same over the draft rows.
+    draft_view: StepView,
     limits: Limits,
     /// Device memory that this owns.
     owned: Vec<u64>,
@@ -240,6 +248,8 @@ impl State {
             blocks: device(limits.slots * max_blocks * 4)?,
             writers: device(limits.blocks * 8)?,
             landed: device(limits.heads * size_of::<Landed>())?,
+            drawn: device(limits.rows * 4)?,
+            from: device(limits.rows * 4)?,
             bias_ids: device(limits.slots * MAX_BIAS * 4)?,
             bias: device(limits.slots * MAX_BIAS * 4)?,
             masks: device(limits.slots * vocab.div_ceil(32) * 4)?,
@@ -258,6 +268,14 @@ impl State {
             ring_steps: limits.ring as u32,
             part: 0,
         };
+        let draft_view = StepView {
+            rows: device(limits.rows * size_of::<Row>())?,
+            infos: device(limits.rows * 32)?,
+            heads: device(limits.rows * 4)?,
+            counts: device(8)?,
+            landed: device(limits.rows * size_of::<Landed>())?,
+            ..view
+        };
         let staging = Staging {
             pinned: Pinned::new(driver, staging)?,
             twin,
@@ -269,6 +287,7 @@ impl State {
         Ok(State {
             driver: driver.clone(),
             view,
+            draft_view,
             limits: *limits,
             owned,
             bytes: total,
@@ -289,6 +308,11 @@ impl State {
 
     pub fn view(&self, part: Part) -> StepView {
         StepView { part: part as u32, ..self.view }
+    }
+
+    /// What stages see while they run over the draft rows.
+    pub fn draft_view(&self, part: Part) -> StepView {
+        StepView { part: part as u32, ..self.draft_view }
     }
 
     /// Device address of the word that [`Blob`] numbers are stored to.
@@ -363,7 +387,7 @@ impl State {
         }
         if let Some(rows) = &delta.rows {
             assert!(rows.len() <= self.limits.rows, "{} rows staged, the limit is {}", rows.len(), self.limits.rows);
-            let is_head = |row: &&Row| row.flags & (row_flags::HEAD | row_flags::SAMPLE | row_flags::SCORE) != 0;
+            let is_head = |row: &&Row| row.flags & row_flags::HEADS != 0;
             self.table = (rows.len(), rows.iter().filter(is_head).count());
             self.record(Record::Rows, &[rows.len() as u32]);
             for row in rows {
@@ -425,6 +449,9 @@ impl State {
             forced_token: 0,
             forced_fault: 0,
             stop_ids,
+            drafts: [0; MAX_DRAFTS],
+            n_drafts: 0,
+            pad: 0,
             params,
         };
         let lens = [u32::from(init.slot), held as u32, bias.len() as u32, prompt.len() as u32];

@@ -97,10 +97,13 @@ extern "C" __global__ void __launch_bounds__(1024) step_begin(StepView v, uint32
             if (slot.active && !slot.fault) {
                 const uint32_t sum = slot.pos + row.offset;
                 const uint32_t pos = sum < slot.pos ? kNone : sum;
-                const uint32_t token = row.token == kTokenOfSlot ? slot.token : row.token;
+                const bool verifies = row.flags & kRowVerify;
+                const uint32_t own = row.token == kTokenOfSlot ? slot.token : row.token;
+                const uint32_t token = verifies ? slot.draft(row.offset) : own;
                 const uint32_t held = slot.n_blocks * kBlockTokens;
                 if (token >= v.vocab || pos >= v.context || pos >= held) {
-                    atomicMin(bad + row.slot, r);
+                    // A draft may be left out.
+                    if (!verifies) atomicMin(bad + row.slot, r);
                 } else {
                     info.live = 1;
                     info.pos = pos;
@@ -110,6 +113,7 @@ extern "C" __global__ void __launch_bounds__(1024) step_begin(StepView v, uint32
             }
         }
         v.infos[r] = info;
+        v.drawn[r] = kNone;
     }
     __syncthreads();
     for (uint32_t r = tid; r < rows; r += n) {
@@ -139,7 +143,8 @@ extern "C" __global__ void __launch_bounds__(1024) step_begin(StepView v, uint32
     __syncthreads();
     for (uint32_t r = tid; r < rows; r += n) {
         RowInfo& info = v.infos[r];
-        if (bad[info.slot] == r) v.slots[info.slot].fault = kOutOfRange;
+        // If it is the sequence that goes wrong at a draft, its own row will find out.
+        if (bad[info.slot] == r && !(v.rows[r].flags & kRowVerify)) v.slots[info.slot].fault = kOutOfRange;
         if (info.live && r >= bad[info.slot]) {
             info.live = info.pos = info.token = 0;
         } else if (info.live) {
@@ -154,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(1024) step_begin(StepView v, uint32
         if (r < rows) {
             RowInfo& info = v.infos[r];
             const Row row = v.rows[r];
-            is_head = row.flags & (kRowHead | kRowSample | kRowScore);
+            is_head = row.flags & kRowHeads;
             is_live = info.live;
             if (is_live) {
                 info.back = r - first[info.slot];
@@ -189,38 +194,94 @@ extern "C" __global__ void __launch_bounds__(1024) step_begin(StepView v, uint32
     }
 }
 
-// Takes the drawn tokens into their sequences, moves positions, and publishes the step: one block.
-extern "C" __global__ void __launch_bounds__(1024) step_commit(StepView v, uint32_t rows) {
+namespace {
+
+// Takes a token into the sequence, and says whether that ends it.
+__device__ uint32_t emit(const StepView& v, uint32_t at, uint32_t token) {
+    Slot& slot = v.slots[at];
+    slot.token = token;
+    const uint32_t n_out = ++slot.n_out;
+    if (slot.reads_seen) v.seen[size_t(at) * v.vocab + token] += 1;
+    bool stop = false;
+    for (uint32_t i = 0; i < slot.n_stop; ++i) stop |= slot.stop_ids[i] == token;
+    uint32_t done = 0;
+    if (stop && !(slot.flags & kIgnoreStop)) {
+        done = kDoneStop;
+    } else if (n_out >= slot.max_out) {
+        done = kDoneLength;
+    }
+    if (done) slot.active = 0;
+    return done;
+}
+
+// Emits the draws that count: that of head row h, which samples row r, and, while they equal the drafts, those of the
+// rows that verify. The tokens join the first entry, with what ended the sequence.
+__device__ void settle(const StepView& v, uint32_t h, uint32_t r, uint32_t at, uint32_t heads) {
+    Slot& slot = v.slots[at];
+    slot.has_mask = slot.forced = 0;
+    uint32_t verify = 0;
+    while (h + 1 + verify < heads && v.heads[h + 1 + verify] == r + 1 + verify) {
+        const Row row = v.rows[r + 1 + verify];
+        if (row.slot != at || !(row.flags & kRowVerify)) break;
+        ++verify;
+    }
+    Landed& first = v.landed[h];
+    uint32_t flags = first.flags, n = 0;
+    for (uint32_t j = 0; j <= verify && j < kMaxStepTokens; ++j) {
+        const Landed& draw = v.landed[h + j];
+        flags |= draw.flags & kFault;
+        if (flags & kFault) {
+            slot.active = 0;
+            break;
+        }
+        if (draw.n_tokens == 0) break;
+        const uint32_t token = draw.tokens[0];
+        first.tokens[j] = token;
+        n = j + 1;
+        v.drawn[r + j] = v.infos[r + j].next = token;
+        flags |= emit(v, at, token);
+        if (!slot.active || j >= slot.n_drafts || slot.drafts[j] != token) break;
+    }
+    first.n_tokens = n;
+    first.flags = flags;
+    slot.n_drafts = 0;
+    for (uint32_t j = 1; j <= verify; ++j) {
+        v.landed[h + j].n_tokens = 0;
+        v.landed[h + j].flags &= kVerified | kInert;
+    }
+}
+
+__device__ void settle_all(const StepView& v) {
+    const uint32_t heads = v.counts[0];
+    for (uint32_t h = threadIdx.x; h < heads; h += blockDim.x) {
+        const uint32_t r = v.heads[h];
+        const Row row = v.rows[r];
+        if ((row.flags & kRowSample) && row.slot < v.n_slots) settle(v, h, r, row.slot, heads);
+    }
+}
+
+}  // namespace
+
+// Emits what was drawn, where a drafter has to know it before the commit: one block.
+extern "C" __global__ void __launch_bounds__(1024) step_settle(StepView v) {
     pdl_launch();
     pdl_wait();
+    settle_all(v);
+}
+
+// Moves positions and publishes the step, after emitting what was drawn where that was not done: one block.
+extern "C" __global__ void __launch_bounds__(1024) step_commit(StepView v, uint32_t rows, uint32_t settled) {
+    pdl_launch();
+    pdl_wait();
+    if (!settled) {
+        settle_all(v);
+        __syncthreads();
+    }
     const uint64_t step = v.progress->step + 1;
     const uint32_t entry = uint32_t(step % v.ring_steps);
     const uint32_t heads = v.counts[0];
     for (uint32_t h = threadIdx.x; h < heads; h += blockDim.x) {
-        Landed& landed = v.landed[h];
-        const Row row = v.rows[v.heads[h]];
-        uint32_t flags = landed.flags;
-        if ((row.flags & kRowSample) && row.slot < v.n_slots) {
-            Slot& slot = v.slots[row.slot];
-            slot.has_mask = slot.forced = 0;
-            if (flags & kFault) {
-                slot.active = 0;
-            } else if (landed.n_tokens != 0) {
-                const uint32_t token = landed.tokens[0];
-                slot.token = token;
-                const uint32_t n_out = ++slot.n_out;
-                if (slot.reads_seen) v.seen[size_t(row.slot) * v.vocab + token] += 1;
-                bool stop = false;
-                for (uint32_t i = 0; i < slot.n_stop; ++i) stop |= slot.stop_ids[i] == token;
-                if (stop && !(slot.flags & kIgnoreStop)) {
-                    flags |= kDoneStop;
-                } else if (n_out >= slot.max_out) {
-                    flags |= kDoneLength;
-                }
-                if (flags & kDone) slot.active = 0;
-            }
-        }
-        landed.flags = flags;
+        const Landed& landed = v.landed[h];
         const uint32_t* from = reinterpret_cast<const uint32_t*>(&landed);
         uint32_t* to = reinterpret_cast<uint32_t*>(v.ring + size_t(entry) * v.heads_max + h);
         const uint32_t top = offsetof(Landed, top_ids) / 4;
@@ -232,7 +293,8 @@ extern "C" __global__ void __launch_bounds__(1024) step_commit(StepView v, uint3
     }
     for (uint32_t r = threadIdx.x; r < rows; r += blockDim.x) {
         const RowInfo info = v.infos[r];
-        if (info.live) atomicAdd(&v.slots[info.slot].pos, 1u);
+        const bool counts = !(v.rows[r].flags & kRowDraws) || v.drawn[r] != kNone;
+        if (info.live && counts) atomicAdd(&v.slots[info.slot].pos, 1u);
     }
     if (threadIdx.x == 0) {
         Clocks now = v.progress->now;
@@ -243,6 +305,85 @@ extern "C" __global__ void __launch_bounds__(1024) step_commit(StepView v, uint3
     __threadfence_system();
     __syncthreads();
     if (threadIdx.x == 0) asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(v.head), "l"(step) : "memory");
+}
+
+// Makes the table of draft rows, `draft` being the view of it: one for each row that wants drafts, at the last row of its
+// slot whose draw counts. One block; `n`: draft rows, padding included.
+extern "C" __global__ void __launch_bounds__(1024) step_draft_rows(StepView v, StepView draft, uint32_t rows, uint32_t n) {
+    __shared__ uint32_t warps[32];
+    pdl_launch();
+    pdl_wait();
+    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) {
+        draft.infos[i] = RowInfo{0, 0, 0, 0, 0, 0, i, kNone};
+        const_cast<Row*>(draft.rows)[i] = Row{0, kRowPadding, 0, kNone, kNone};
+        draft.heads[i] = i;
+        draft.from[i] = 0;
+    }
+    __syncthreads();
+    uint32_t found = 0;
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    for (uint32_t base = 0; base < rows; base += blockDim.x) {
+        const uint32_t r = base + threadIdx.x;
+        const bool wants = r < rows && (v.rows[r].flags & kRowPropose);
+        const uint32_t bits = __ballot_sync(0xffffffffu, wants);
+        if (lane == 0) warps[warp] = __popc(bits);
+        __syncthreads();
+        uint32_t before = found;
+        for (uint32_t w = 0; w < blockDim.x / 32; ++w) {
+            if (w < warp) before += warps[w];
+            found += warps[w];
+        }
+        const uint32_t i = before + __popc(bits & ((1u << lane) - 1));
+        if (wants && i < n) {
+            uint32_t last = r;
+            const uint32_t slot = v.rows[r].slot;
+            while (last + 1 < rows && v.rows[last + 1].slot == slot && v.drawn[last] != kNone && v.drawn[last + 1] != kNone) ++last;
+            const RowInfo info = v.infos[last];
+            const uint32_t live = v.drawn[r] != kNone && v.slots[info.slot].active;
+            draft.infos[i] = RowInfo{live, info.slot, info.pos, 0, 0, 0, i, v.drawn[last]};
+            // A draft is drawn like the row that will verify it.
+            const_cast<Row*>(draft.rows)[i] = Row{uint16_t(info.slot), kRowVerify, 0, kNone, kNone};
+            draft.from[i] = last;
+        }
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) draft.counts[0] = draft.counts[1] = found < n ? found : n;
+}
+
+// Takes the drawn drafts (the `landed` of the draft table) into their slots, and moves the draft rows on: one block.
+extern "C" __global__ void __launch_bounds__(1024) step_push_drafts(StepView draft, uint32_t n) {
+    pdl_launch();
+    pdl_wait();
+    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) {
+        RowInfo& info = draft.infos[i];
+        if (!info.live) continue;
+        Slot& slot = draft.slots[info.slot];
+        const Landed& landed = draft.landed[i];
+        if (!slot.takes_draft() || (landed.flags & kFault) || landed.n_tokens == 0) {
+            info.live = 0;
+            continue;
+        }
+        const uint32_t token = landed.tokens[0];
+        slot.drafts[slot.n_drafts++] = token;
+        const_cast<Row*>(draft.rows)[i].offset = slot.n_drafts;
+        info.token = info.next = token;
+        info.pos += 1;
+        info.live = info.pos < draft.context;
+    }
+}
+
+// Streams and merged streams of the rows that draft rows continue. Grid: x over values, y over draft rows; `wide` and
+// `narrow`: values a row of either.
+extern "C" __global__ void __launch_bounds__(256) step_draft_gather(StepView draft, float* out, const float* streams,
+                                                                     uint32_t wide, float* h, const float* merged,
+                                                                     uint32_t narrow) {
+    pdl_launch();
+    pdl_wait();
+    const size_t to = blockIdx.y, from = draft.from[blockIdx.y];
+    for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < wide; i += gridDim.x * blockDim.x) {
+        out[to * wide + i] = streams[from * wide + i];
+        if (i < narrow) h[to * narrow + i] = merged[from * narrow + i];
+    }
 }
 
 // Gathers rows of logits for the host. `to`: [n, vocab]; grid: x over values, y over rows.
