@@ -89,6 +89,11 @@ impl Cpu {
         self.state.propose(drafts, next);
     }
 
+    /// The drafts that a slot has: for comparisons.
+    pub fn drafts(&self, slot: u16) -> &[u32] {
+        self.state.drafts(slot)
+    }
+
     /// What the device itself takes beside the buffers that a model allocates, for matrices of up to `max_cols` columns:
     /// known before anything is loaded.
     pub fn own_memory(limits: &Limits, shape: &ModelShape, max_cols: usize, threads: usize) -> MemoryTable {

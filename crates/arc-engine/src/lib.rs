@@ -3,6 +3,7 @@
 
 pub mod blocks;
 pub mod burst;
+pub mod drafter;
 pub mod engine;
 pub mod grammar;
 pub mod load;

@@ -12,6 +12,7 @@ use arc_device::step::{CtxClass, Limits, Part, StepKey};
 use arc_device::trace::{Stage, Trace};
 use arc_device::{Alloc, Buffers, MemoryTable, ModelShape, Steps};
 
+use crate::drafter::{Drafter, OwnBlock};
 use crate::load::{LoadError, ModelFile};
 use config::DecoderConfig;
 use decoder::Decoder;
@@ -71,6 +72,17 @@ impl ModelConfig {
         }
     }
 
+    /// Has the draft block loaded too, if this file has one. Says whether it has.
+    pub fn load_draft_block(&mut self, file: &ModelFile) -> bool {
+        match self {
+            ModelConfig::Decoder(_) => false,
+            ModelConfig::DeepseekV4(config) => {
+                config.draft = config.has_draft_block(file);
+                config.draft
+            }
+        }
+    }
+
     /// Bytes of KV cache that one token takes.
     pub fn kv_bytes_per_token(&self) -> usize {
         match self {
@@ -103,7 +115,12 @@ pub struct Plan {
     pub memory: MemoryTable,
     /// The stages of a step of one row that sees `context` tokens.
     pub decode_step: Vec<Stage>,
+    /// The stages of a step that verifies as many drafts and makes as many; empty for a model that drafts nothing.
+    pub speculating_step: Vec<Stage>,
 }
+
+/// Drafts of [`Plan::speculating_step`].
+pub const PLANNED_DRAFTS: u32 = 2;
 
 impl Plan {
     /// Plans a model. Errors: those of loading.
@@ -118,18 +135,45 @@ impl Plan {
         let mut model = Model::load(&mut dev, file, config, limits)?;
         let key = StepKey::new(1, 1, CtxClass::of(context as u32), Part::Whole);
         dev.step(key, &mut |dev| model.step(dev, key))?;
+        let decode_step = dev.take_stages();
+        let verified = PLANNED_DRAFTS + 1;
+        if model.can_draft() && verified as usize <= limits.rows.min(limits.heads) {
+            let key = StepKey { rows: verified, heads: verified, drafts: PLANNED_DRAFTS, draft_rows: 1, ..key };
+            dev.step(key, &mut |dev| model.step(dev, key))?;
+        }
+        let speculating_step = dev.take_stages();
         let mut memory = dev.memory().clone();
         memory.extend(&Cpu::own_memory(limits, &config.shape(), dev.max_cols(), threads));
-        Ok(Plan { memory, decode_step: dev.take_stages() })
+        Ok(Plan { memory, decode_step, speculating_step })
     }
 }
 
 impl<D: OpsV4> Model<D> {
-    /// One step over the device's row table.
+    /// One step over the device's row table, with its own draft block where the key asks for drafts.
     pub fn step(&mut self, dev: &mut D, key: StepKey) -> Result<()> {
+        self.step_with(&mut OwnBlock, dev, key)
+    }
+
+    /// One step, with somebody else's drafts where the key asks for some.
+    pub fn step_with(&mut self, drafter: &mut dyn Drafter<D>, dev: &mut D, key: StepKey) -> Result<()> {
         match self {
-            Model::Decoder(decoder) => decoder.step(dev, key),
-            Model::DeepseekV4(model) => model.step(dev, key),
+            Model::Decoder(decoder) => decoder.draw(dev, key)?,
+            Model::DeepseekV4(model) => model.draw(dev, key)?,
+        }
+        if key.part == Part::Forward {
+            return Ok(());
+        }
+        if key.drafts > 0 {
+            drafter.draft(self, dev, key)?;
+        }
+        dev.commit(key.rows as usize, key.heads as usize)
+    }
+
+    /// Whether it was loaded with a draft block.
+    pub fn can_draft(&self) -> bool {
+        match self {
+            Model::Decoder(_) => false,
+            Model::DeepseekV4(model) => model.can_draft(),
         }
     }
 }

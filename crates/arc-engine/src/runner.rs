@@ -3,21 +3,29 @@
 use arc_device::count::Counters;
 use arc_device::error::{DeviceError, Fault, Result};
 use arc_device::ops::sample::SamplerConfig;
-use arc_device::step::{Landed, Part, Row, StepClocks, StepDelta, StepKey, row_flags};
+use arc_device::step::{Landed, MAX_DRAFTS, Part, Row, StepClocks, StepDelta, StepKey, row_flags};
 use arc_device::{DeviceLoop, Landing, Steps, StreamState};
 
+use crate::drafter::{Drafter, OwnBlock};
 use crate::model::Model;
 
 /// Runs a model's steps on a device.
 pub struct Runner<D: Steps> {
     dev: D,
     model: Model<D>,
+    drafter: Option<Box<dyn Drafter<D>>>,
 }
 
 impl<D: Steps> Runner<D> {
-    /// A loaded model with the device that it was loaded on.
+    /// A loaded model with the device that it was loaded on. It drafts where it was loaded with a draft block.
     pub fn new(dev: D, model: Model<D>) -> Self {
-        Runner { dev, model }
+        let drafter = model.can_draft().then(|| Box::new(OwnBlock) as Box<dyn Drafter<D>>);
+        Runner { dev, model, drafter }
+    }
+
+    /// The same with somebody else's drafts.
+    pub fn with_drafter(dev: D, model: Model<D>, drafter: Box<dyn Drafter<D>>) -> Self {
+        Runner { dev, model, drafter: Some(drafter) }
     }
 }
 
@@ -42,13 +50,24 @@ impl<D: Steps> Runner<D> {
 
 impl<D: Steps> DeviceLoop for Runner<D> {
     fn enqueue(&mut self, key: StepKey) -> Result<u64> {
-        let Runner { dev, model } = self;
-        dev.step(key, &mut |dev| model.step(dev, key))
+        let Runner { dev, model, drafter } = self;
+        let drafter: &mut dyn Drafter<D> = match drafter {
+            Some(drafter) => &mut **drafter,
+            None => &mut OwnBlock,
+        };
+        dev.step(key, &mut |dev| model.step_with(drafter, dev, key))
+    }
+
+    fn max_drafts(&self) -> u32 {
+        if self.drafter.is_some() { MAX_DRAFTS as u32 } else { 0 }
     }
 }
 
 impl<D: Steps> Landing for Runner<D> {
     fn stage(&mut self, delta: &StepDelta) -> Result<()> {
+        if let Some(drafter) = &mut self.drafter {
+            drafter.staged(delta);
+        }
         self.dev.stage(delta)
     }
 

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use arc_device::MemoryClass;
 use arc_device::cpu::Cpu;
 use arc_device::step::{BLOCK_TOKENS, Limits};
-use arc_device::trace::listing;
+use arc_device::trace::{Stage, listing};
 use arc_engine::load::ModelFile;
 use arc_engine::model::{Model, ModelConfig, Plan};
 
@@ -23,10 +23,19 @@ fn limits(context: usize) -> Limits {
 
 fn check(name: &str, path: &Path, context: usize) {
     let file = ModelFile::open(path).expect("opens");
-    let config = ModelConfig::read(&file).expect("a configuration");
+    let mut config = ModelConfig::read(&file).expect("a configuration");
+    let drafts = config.load_draft_block(&file);
     let plan = Plan::new(&file, &config, &limits(context), 2, context).expect("a plan");
-    let text = listing(&plan.decode_step);
-    let golden = root().join(format!("tests/golden/decode_step_{name}.txt"));
+    compare(&format!("decode_step_{name}"), &plan.decode_step);
+    assert_eq!(!plan.speculating_step.is_empty(), drafts, "{name}");
+    if drafts {
+        compare(&format!("speculating_step_{name}"), &plan.speculating_step);
+    }
+}
+
+fn compare(name: &str, stages: &[Stage]) {
+    let text = listing(stages);
+    let golden = root().join(format!("tests/golden/{name}.txt"));
     if std::env::var_os("ARC_UPDATE_GOLDEN").is_some() {
         std::fs::write(&golden, &text).expect("written");
     }
@@ -35,9 +44,13 @@ fn check(name: &str, path: &Path, context: usize) {
 }
 
 #[test]
-fn decode_steps_are_as_reviewed() {
+fn steps_of_real_models_are_as_reviewed() {
     check("llama_smollm2", &common::real_model("smollm2-135m-instruct-q4_1.gguf"), 512);
     check("gemma3_270m", &common::real_model("gemma-3-270m-q4_k_m.gguf"), 1024);
+}
+
+#[test]
+fn steps_of_tiny_models_are_as_reviewed() {
     check("qwen2_tiny", &root().join("tests/fixtures/tiny/qwen2/model.gguf"), 64);
     check("qwen3_tiny", &root().join("tests/fixtures/tiny/qwen3"), 64);
     check("deepseek_v4_tiny", &root().join("tests/fixtures/deepseek-v4-tiny/native"), 256);
@@ -49,17 +62,20 @@ fn the_plan_is_what_loading_takes() {
     let limits = limits(256);
     // Two matrices of the last one have eight rows of 128 BF16 that fill a tile.
     let fixture = |name: &str| root().join("tests/fixtures").join(name);
-    for (path, filling) in [
-        (fixture("tiny/llama"), 0),
-        (fixture("tiny/qwen2"), 0),
-        (fixture("tiny/gemma3"), 0),
-        (fixture("deepseek-v4-tiny/native"), 2 * 8 * 128 * 2),
+    for (path, draft, filling) in [
+        (fixture("tiny/llama"), false, 0),
+        (fixture("tiny/qwen2"), false, 0),
+        (fixture("tiny/gemma3"), false, 0),
+        (fixture("deepseek-v4-tiny/native"), false, 2 * 8 * 128 * 2),
+        (fixture("deepseek-v4-tiny/native"), true, 2 * 8 * 128 * 2),
         // Likewise, of 256 F16.
-        (PathBuf::from("synthetic:deepseek-v4-tiny"), 2 * 8 * 256 * 2),
+        (PathBuf::from("synthetic:deepseek-v4-tiny"), false, 2 * 8 * 256 * 2),
+        (PathBuf::from("synthetic:deepseek-v4-tiny"), true, 2 * 8 * 256 * 2),
     ] {
         let name = path.display();
         let file = ModelFile::open(&path).expect("opens");
-        let config = ModelConfig::read(&file).expect("a configuration");
+        let mut config = ModelConfig::read(&file).expect("a configuration");
+        assert!(!draft || config.load_draft_block(&file), "{name} has a draft block");
         let plan = Plan::new(&file, &config, &limits, 2, 64).expect("a plan");
         let mut dev = Cpu::new(2, limits);
         Model::load(&mut dev, &file, &config, &limits).expect("loads");

@@ -2,13 +2,22 @@
 
 mod v4;
 
-use arc_device::step::{BLOCK_TOKENS, CtxClass, Limits};
+use std::collections::HashSet;
+
+use arc_device::ops::sample::SamplerConfig;
+use arc_device::step::{
+    BLOCK_TOKENS, CtxClass, Limits, Part, Row, SlotInit, StepDelta, StepKey, TOKEN_OF_SLOT, row_flags,
+};
+use arc_device::{Landing, Steps};
 use arc_engine::load::synthetic::V4Sizes;
 use arc_engine::model::ModelConfig;
 use arc_engine::model::deepseek_v4::{Numerics, V4Config, rope_row};
 use safetensors::SafeTensors;
 use v4::plain::{Plain, Weights};
-use v4::{Golden, Rig, VOCAB, admit_within, dequantised, divergence, fixture_sizes, load_within, native, rows, worst};
+use v4::{
+    Golden, Rig, VOCAB, admit, admit_within, best, dequantised, divergence, fixture_sizes, load_with, load_within,
+    native, rows, worst,
+};
 
 /// Past 513 compressed rows.
 const TOKENS: usize = 2060;
@@ -76,6 +85,85 @@ fn the_plain_model_gives_the_golden() {
     let golden = Golden::open("golden.safetensors");
     let (error, at) = worst(&plain(8).logits(&golden.ids("long.input_ids")), &golden.floats("long.logits"));
     assert!(error < 1e-4, "{error} at row {}", at / VOCAB);
+}
+
+/// Whether a token has the largest of these logits, or so nearly that float32 may say so.
+fn is_best(token: u32, logits: &[f32], bias: &[(u32, f32)]) -> bool {
+    let mut logits = logits.to_vec();
+    bias.iter().for_each(|&(id, bias)| logits[id as usize] += bias);
+    logits[token as usize] > logits[best(&logits)] - 1e-3
+}
+
+/// The draft block's drafts, one by one: the first of the trunk's streams, the others chained, while drafts of every step
+/// are verified and most are taken back. Four tokens are favoured, so that some are right. 150 tokens: past a compressed row
+/// of 128, and nine windows.
+#[test]
+fn drafts_are_those_of_the_plain_model() {
+    const DRAFTS: usize = 4;
+    let plain = plain(8);
+    let golden = Golden::open("golden.safetensors").ids("long.input_ids");
+    let (mut dev, mut model) = load_with(&native(), 2, &|config| {
+        config.set_numerics(Numerics::Reference);
+        config.draft = true;
+    });
+    let bias = vec![(17, 40.0), (101, 40.0), (230, 40.0), (311, 40.0)];
+    let sampling = SamplerConfig { temperature: 0.0, bias: bias.clone(), ..SamplerConfig::default() };
+    let prompt = &golden[..60];
+    let (ask, verify) = (row_flags::SAMPLE | row_flags::PROPOSE, row_flags::VERIFY);
+    let mut out: Vec<u32> = Vec::new();
+    let (mut accepted, mut chunks) = (0, prompt.chunks(23).enumerate().peekable());
+    // After so many tokens, these drafts.
+    let mut drafted: Vec<(usize, Vec<u32>)> = Vec::new();
+    while out.len() < 90 {
+        let (mut rows, mut admits) = (Vec::new(), Vec::new());
+        if let Some((i, chunk)) = chunks.next() {
+            rows = v4::rows(0, chunk);
+            let last = rows.len() - 1;
+            rows[last].flags = if chunks.peek().is_none() { ask } else { 0 };
+            rows[last].target = prompt.get(i * 23 + chunk.len()).copied().unwrap_or(0);
+            if i == 0 {
+                admits.push(SlotInit { sampling: sampling.clone(), ..admit(0, 0) });
+            }
+        } else {
+            let flags = |j| if j == 0 { ask } else { verify };
+            let row = |j| Row { slot: 0, flags: flags(j), offset: j, token: TOKEN_OF_SLOT, target: 0 };
+            rows.extend((0..=DRAFTS as u32).map(row));
+        }
+        let draft_rows = u32::from(chunks.peek().is_none());
+        let n = rows.len() as u32;
+        let key = StepKey { drafts: DRAFTS as u32, draft_rows, ..StepKey::new(n, n, CtxClass::Short, Part::Whole) };
+        let heads = rows.iter().filter(|row| row.flags != 0).count();
+        dev.stage(&StepDelta { admit: admits, rows: Some(rows), ..StepDelta::default() }).expect("staged");
+        let step = dev.step(key, &mut |dev| model.step(dev, key)).expect("a step");
+        dev.read_to(step);
+        if draft_rows == 0 {
+            continue;
+        }
+        let landed = dev.landed(step, if out.is_empty() { heads - 1 } else { 0 });
+        accepted += landed.n_tokens as usize - 1;
+        out.extend(&landed.tokens[..landed.n_tokens as usize]);
+        drafted.push((out.len(), dev.drafts(0).to_vec()));
+    }
+    let text = [prompt, &out].concat();
+    let streams = plain.streams(&text);
+    let logits = plain.logits(&text);
+    for (i, &token) in out.iter().enumerate() {
+        let at = prompt.len() - 1 + i;
+        assert!(is_best(token, &logits[at * VOCAB..(at + 1) * VOCAB], &bias), "token {i}");
+    }
+    let mut compared = 0;
+    for (n, drafts) in drafted {
+        assert_eq!(drafts.len(), DRAFTS);
+        let known = prompt.len() + n;
+        let logits = plain.drafts(&streams[..known - 1], &text[1..known], &drafts[..DRAFTS - 1]);
+        for (j, (draft, logits)) in drafts.iter().zip(&logits).enumerate() {
+            assert!(is_best(*draft, logits, &bias), "draft {j} after {n} tokens");
+            compared += 1;
+        }
+    }
+    println!("{compared} drafts, {accepted} accepted");
+    let distinct: HashSet<u32> = out.iter().copied().collect();
+    assert!(compared > 100 && accepted > 5 && distinct.len() > 1, "{compared} {accepted} {distinct:?}");
 }
 
 /// Frequencies and angles at production constants, which the fixture shares, up to a million.

@@ -292,6 +292,12 @@ impl State {
         if self.drafting { &self.draft_heads } else { &self.heads }
     }
 
+    /// The drafts that a slot has.
+    pub fn drafts(&self, slot: u16) -> &[u32] {
+        let slot = &self.slots[usize::from(slot)];
+        &slot.drafts[..slot.n_drafts]
+    }
+
     /// Of each draft row, the row of the step that it continues.
     pub fn draft_from(&self) -> &[u32] {
         &self.draft_from

@@ -69,15 +69,14 @@ pub struct Decoder<D: Buffers> {
 }
 
 impl<D: Ops> Decoder<D> {
-    /// One step over the device's row table.
-    pub fn step(&mut self, dev: &mut D, key: StepKey) -> Result<()> {
+    /// One step over the device's row table, up to its draws.
+    pub fn draw(&mut self, dev: &mut D, key: StepKey) -> Result<()> {
         let (rows, heads) = (key.rows as usize, key.heads as usize);
         if key.part != Part::Sample {
             self.forward(dev, rows, heads)?;
         }
         if key.part != Part::Forward {
             dev.sample(&mut self.ws.logits, heads)?;
-            dev.commit(rows, heads)?;
         }
         Ok(())
     }

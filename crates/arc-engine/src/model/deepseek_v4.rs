@@ -98,20 +98,19 @@ pub struct DeepseekV4<D: Buffers> {
 }
 
 impl<D: OpsV4> DeepseekV4<D> {
-    /// One step over the device's row table.
-    pub fn step(&mut self, dev: &mut D, key: StepKey) -> Result<()> {
-        self.step_tapped(dev, key, &mut |_, _, _| Ok(()))
+    /// One step over the device's row table, up to its draws.
+    pub fn draw(&mut self, dev: &mut D, key: StepKey) -> Result<()> {
+        self.draw_tapped(dev, key, &mut |_, _, _| Ok(()))
     }
 
-    /// [`Self::step`], with somebody looking on.
-    pub fn step_tapped(&mut self, dev: &mut D, key: StepKey, tap: Tap<'_, D>) -> Result<()> {
+    /// [`Self::draw`], with somebody looking on.
+    pub fn draw_tapped(&mut self, dev: &mut D, key: StepKey, tap: Tap<'_, D>) -> Result<()> {
         let (rows, heads) = (key.rows as usize, key.heads as usize);
         if key.part != Part::Sample {
             self.forward(dev, rows, heads, key.ctx, tap)?;
         }
         if key.part != Part::Forward {
             dev.sample(&mut self.ws.logits, heads)?;
-            dev.commit(rows, heads)?;
         }
         Ok(())
     }

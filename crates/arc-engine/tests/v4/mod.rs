@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use arc_device::cpu::Cpu;
 use arc_device::ops::sample::SamplerConfig;
 use arc_device::step::{BLOCK_TOKENS, CtxClass, Limits, Part, Row, SlotInit, StepDelta, StepKey, row_flags};
-use arc_device::{DeviceLoop, Landing, Readback, Steps};
+use arc_device::{DeviceLoop, Landing, Ops, Readback, Steps};
 use arc_engine::load::ModelFile;
 use arc_engine::load::synthetic::V4Sizes;
 use arc_engine::model::deepseek_v4::{DeepseekV4, Numerics, V4Config};
@@ -231,13 +231,14 @@ pub fn draft_logits(dev: &mut Cpu, model: &mut DeepseekV4<Cpu>, ids: &[u32], chu
         dev.stage(&StepDelta { admit, rows: Some(table), ..StepDelta::default() }).expect("staged");
         let n = tokens.len() as u32;
         let key = StepKey::new(n, n, CtxClass::Short, Part::Whole);
+        let mut out = vec![0.0; tokens.len() * VOCAB];
         let step = dev.step(key, &mut |dev| {
-            model.step(dev, key)?;
-            model.draft(dev, key)
+            model.draw(dev, key)?;
+            let logits = model.draft_logits(dev, key)?.expect("it was asked for");
+            dev.read(logits, &mut out)?;
+            dev.commit(n as usize, n as usize)
         });
         dev.read_to(step.expect("a step"));
-        let mut out = vec![0.0; tokens.len() * VOCAB];
-        dev.read(model.draft_logits().expect("it was asked for"), &mut out).expect("read");
         logits.extend(out);
     }
     logits.truncate((ids.len() - 1) * VOCAB);

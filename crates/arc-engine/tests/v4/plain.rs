@@ -170,27 +170,76 @@ impl Plain<'_> {
 
     /// Logits after every token of a prompt, one row after the other.
     pub fn logits(&self, ids: &[u32]) -> Vec<f32> {
-        let hidden = self.sizes.hidden;
-        let embed = |&id: &u32| self.weights.rows("embed.weight", id as usize..id as usize + 1, hidden).repeat(4);
+        self.head(&self.streams(ids), "").concat()
+    }
+
+    /// The trunk's streams after every token.
+    pub fn streams(&self, ids: &[u32]) -> Vec<Row> {
+        let embed = |&id: &u32| self.embedding(id).repeat(4);
         let mut x: Vec<Row> = ids.iter().map(embed).collect();
         for layer in 0..self.sizes.n_layers() {
-            let at = format!("layers.{layer}.");
-            let (y, mixing) = self.site(&x, &format!("{at}hc_attn"));
-            let y = self.attention(layer, &self.norm(&format!("{at}attn_norm"), &y));
-            expand(&mut x, &y, &mixing);
-            let (y, mixing) = self.site(&x, &format!("{at}hc_ffn"));
-            let y = self.experts(&format!("{at}ffn"), &self.norm(&format!("{at}ffn_norm"), &y), ids);
-            expand(&mut x, &y, &mixing);
+            self.layer(&format!("layers.{layer}."), self.sizes.ratios[layer], &mut x, ids);
         }
-        let mix = self.linear("hc_head_fn", &x.iter().map(|x| rms(x, None)).collect::<Vec<_>>());
-        let (base, scale) = (self.weights.whole("hc_head_base"), self.weights.whole("hc_head_scale")[0]);
+        x
+    }
+
+    /// What the draft block says when `next` follow, one each, the positions of these streams; then, on its own streams,
+    /// when `chain` follow those one by one. Logits of the last position and of those of the chain.
+    pub fn drafts(&self, streams: &[Row], next: &[u32], chain: &[u32]) -> Vec<Vec<f32>> {
+        assert_eq!(streams.len(), next.len());
+        let mut input = self.draft_input(streams, next);
+        let mut ids = next.to_vec();
+        let mut logits = Vec::new();
+        for i in 0..=chain.len() {
+            let mut x = input.clone();
+            self.layer("mtp.0.", 0, &mut x, &ids);
+            let last = x.split_off(x.len() - 1);
+            logits.extend(self.head(&last, "mtp.0."));
+            if let Some(&token) = chain.get(i) {
+                input.extend(self.draft_input(&last, &[token]));
+                ids.push(token);
+            }
+        }
+        logits
+    }
+
+    fn draft_input(&self, streams: &[Row], next: &[u32]) -> Vec<Row> {
+        let hidden = self.sizes.hidden;
+        let e: Vec<Row> = next.iter().map(|&id| self.embedding(id)).collect();
+        let e = self.linear("mtp.0.e_proj.weight", &self.norm("mtp.0.enorm", &e));
+        let each: Vec<Row> = streams.iter().flat_map(|x| x.chunks_exact(hidden).map(<[f64]>::to_vec)).collect();
+        let each = self.linear("mtp.0.h_proj.weight", &self.norm("mtp.0.hnorm", &each));
+        let add = |(i, h): (usize, &Row)| -> Row { h.iter().zip(&e[i / 4]).map(|(h, e)| h + e).collect() };
+        let each: Vec<Row> = each.iter().enumerate().map(add).collect();
+        each.chunks_exact(4).map(<[Row]>::concat).collect()
+    }
+
+    fn embedding(&self, id: u32) -> Row {
+        self.weights.rows("embed.weight", id as usize..id as usize + 1, self.sizes.hidden).into_owned()
+    }
+
+    /// Both blocks of a layer, or of the draft block.
+    fn layer(&self, at: &str, ratio: usize, x: &mut [Row], ids: &[u32]) {
+        let (y, mixing) = self.site(x, &format!("{at}hc_attn"));
+        let y = self.attention(&format!("{at}attn"), ratio, &self.norm(&format!("{at}attn_norm"), &y));
+        expand(x, &y, &mixing);
+        let (y, mixing) = self.site(x, &format!("{at}hc_ffn"));
+        let y = self.experts(&format!("{at}ffn"), &self.norm(&format!("{at}ffn_norm"), &y), ids);
+        expand(x, &y, &mixing);
+    }
+
+    fn head(&self, x: &[Row], at: &str) -> Vec<Vec<f32>> {
+        let hidden = self.sizes.hidden;
+        let mix = self.linear(&format!("{at}hc_head_fn"), &x.iter().map(|x| rms(x, None)).collect::<Vec<_>>());
+        let base = self.weights.whole(&format!("{at}hc_head_base"));
+        let scale = self.weights.whole(&format!("{at}hc_head_scale"))[0];
         let merged = |(x, mix): (&Row, &Row)| -> Row {
             let pre: Row = (0..4).map(|k| sigmoid(mix[k] * scale + base[k]) + EPS).collect();
             (0..hidden).map(|i| (0..4).map(|k| pre[k] * x[k * hidden + i]).sum()).collect()
         };
         let z: Vec<Row> = x.iter().zip(&mix).map(merged).collect();
-        let logits = self.linear("head.weight", &self.norm("norm", &z));
-        logits.into_iter().flatten().map(|x| x as f32).collect()
+        let logits = self.linear("head.weight", &self.norm(&format!("{at}norm"), &z));
+        logits.into_iter().map(|row| row.into_iter().map(|x| x as f32).collect()).collect()
     }
 
     /// The weighted sums, and post and comb.
@@ -236,7 +285,7 @@ impl Plain<'_> {
             g.iter_mut().zip(&bias[pos % ratio * width..][..width]).for_each(|(g, bias)| *g += bias);
         }
         let (mut rows, own) = (Vec::new(), width - dim);
-        let (mut before, mut now): (Vec<(Row, Row)>, Vec<(Row, Row)>) = Default::default();
+        let (mut before, mut now) = (Vec::<(Row, Row)>::new(), Vec::<(Row, Row)>::new());
         for (pos, token) in a.into_iter().zip(g).enumerate() {
             now.push(token);
             if now.len() < ratio {
@@ -260,9 +309,8 @@ impl Plain<'_> {
         rows
     }
 
-    fn attention(&self, layer: usize, h: &[Row]) -> Vec<Row> {
-        let (s, at) = (&self.sizes, format!("layers.{layer}.attn"));
-        let (ratio, dim) = (s.ratios[layer], s.head_dim);
+    fn attention(&self, at: &str, ratio: usize, h: &[Row]) -> Vec<Row> {
+        let (s, dim) = (&self.sizes, self.sizes.head_dim);
         let compressed = ratio > 0;
         let qr = self.norm(&format!("{at}.q_norm"), &self.linear(&format!("{at}.wq_a.weight"), h));
         let q = self.linear(&format!("{at}.wq_b.weight"), &qr);
@@ -270,7 +318,7 @@ impl Plain<'_> {
         kv.iter_mut().enumerate().for_each(|(pos, kv)| self.rope(kv, pos, compressed, 1.0));
         let rows = if compressed { self.compress(ratio, h, &format!("{at}.compressor")) } else { Vec::new() };
         let picked: Vec<Vec<usize>> = match ratio {
-            4 => self.picked(&at, h, &qr),
+            4 => self.picked(at, h, &qr),
             0 => vec![Vec::new(); h.len()],
             // A row counts as soon as its last token is there.
             _ => (0..h.len()).map(|pos| (0..(pos + 1) / ratio).collect()).collect(),

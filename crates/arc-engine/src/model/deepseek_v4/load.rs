@@ -47,6 +47,14 @@ impl<D: OpsV4 + Alloc> DeepseekV4<D> {
     }
 }
 
+impl V4Config {
+    /// Whether the file has a draft block of the kind that can be loaded: there are others.
+    pub fn has_draft_block(&self, file: &ModelFile) -> bool {
+        let read = Reader::new(file, self.layers.len(), self.experts.router.experts, true, false);
+        ["enorm", "hnorm"].iter().all(|name| read.has(&format!("mtp.0.{name}.weight")))
+    }
+}
+
 struct Loader<'a> {
     read: Reader<'a>,
     c: &'a V4Config,
@@ -81,7 +89,8 @@ impl Loader<'_> {
     }
 
     fn draft<D: Alloc>(&self, dev: &mut D, limits: &Limits) -> Result<Draft<D>> {
-        let (at, dim) = ("mtp.0.", self.c.hc.dim);
+        // A slot is drafted for in one row at most.
+        let (at, dim, rows) = ("mtp.0.", self.c.hc.dim, limits.slots.min(limits.rows));
         self.read.absent(&format!("{at}attn.compressor.ape"), "draft blocks read their window only")?;
         Ok(Draft {
             input: DraftWeights {
@@ -94,7 +103,12 @@ impl Loader<'_> {
             hc_head: self.hc_head(dev, at)?,
             norm: self.norm(dev, &format!("{at}norm"), dim)?,
             state: state(dev, self.c, LayerKind::Window, limits)?,
-            logits: dev.alloc("draft logits", MemoryClass::Workspace, limits.heads * self.c.vocab)?,
+            streams: Streams {
+                x: dev.alloc("draft streams", MemoryClass::Workspace, rows * STREAMS * dim)?,
+                mixing: dev.alloc("draft streams", MemoryClass::Workspace, rows * MIXES)?,
+            },
+            merged: dev.alloc("draft streams", MemoryClass::Workspace, rows * dim)?,
+            logits: dev.alloc("draft logits", MemoryClass::Workspace, rows * self.c.vocab)?,
         })
     }
 

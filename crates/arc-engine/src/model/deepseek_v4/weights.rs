@@ -129,13 +129,19 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// Refuses a tensor that the configuration leaves no place for.
-    pub fn absent(&self, name: &str, why: &str) -> Result<(), LoadError> {
+    /// Whether there is a tensor of this name.
+    pub fn has(&self, name: &str) -> bool {
         let (name, _) = self.name(name);
-        let there = match self.tensors {
+        match self.tensors {
             Tensors::Stored(weights) => weights.find(&name).is_some(),
             Tensors::Made(model) => model.released(&name).is_some(),
-        };
+        }
+    }
+
+    /// Refuses a tensor that the configuration leaves no place for.
+    pub fn absent(&self, name: &str, why: &str) -> Result<(), LoadError> {
+        let there = self.has(name);
+        let (name, _) = self.name(name);
         match there {
             false => Ok(()),
             true => Err(bad(self.path(), &format!("tensor {name:?}"), format!("is there, but {why}"))),
