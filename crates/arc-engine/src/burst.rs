@@ -28,6 +28,8 @@ pub struct InFlight {
     pub step: u64,
     /// Head rows that it lands.
     pub n_heads: u32,
+    /// Drafts that it makes for a slot.
+    pub drafts: u32,
     /// Its record as far as the host knows it.
     pub record: StepRecord,
     /// What it is expected to take.
@@ -139,6 +141,11 @@ impl<L: DeviceLoop> Burst<L> {
     /// Whether the device draws rows with these parameters itself.
     pub fn can_finish(&self, sampling: &SamplerConfig) -> bool {
         self.dev.can_finish(sampling)
+    }
+
+    /// The most drafts that a step can make for a slot.
+    pub fn max_drafts(&self) -> u32 {
+        self.dev.max_drafts()
     }
 
     /// Everything that was counted.

@@ -19,6 +19,7 @@ use crate::engine::handle::{Shared, lock};
 use crate::engine::thread::EngineThread;
 use crate::request::RequestLimits;
 use crate::scheduler::buckets::Buckets;
+pub use crate::scheduler::speculation::Speculate;
 
 /// Names a request from `submit` to its last event. Never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -72,6 +73,8 @@ pub struct EngineConfig {
     pub buckets: Buckets,
     /// Mechanisms that can be switched off.
     pub switches: Switches,
+    /// How many drafts are verified, where the device has a drafter.
+    pub speculate: Speculate,
     /// Threads for grammar masks; they start with the first grammar.
     pub mask_workers: usize,
     /// A grammar that takes longer than this for one mask ends its request with an error.
@@ -89,6 +92,7 @@ impl Default for EngineConfig {
             default_max_tokens: 8192,
             buckets: Buckets::Exact,
             switches: Switches::default(),
+            speculate: Speculate::Auto,
             mask_workers: 2,
             mask_timeout_ms: 10_000,
             poll_limit: 30_000,

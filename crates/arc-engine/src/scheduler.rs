@@ -3,10 +3,14 @@
 //! The scheduler plans from what was *enqueued*, never from what landed: positions and output lengths are known before
 //! their tokens are. So it can plan several steps ahead, and a sequence that reaches its length leaves the table by
 //! itself. What it cannot foresee, a stop id, makes a few rows inert on the device, and is told by [`Scheduler::end`].
+//!
+//! Drafts that turn out right are luck that it does not plan with: each step in flight counts for one token until
+//! [`Scheduler::landed`] says how many there were.
 
 pub mod buckets;
 pub mod cost;
 pub mod queue;
+pub mod speculation;
 
 use std::sync::Arc;
 
@@ -15,6 +19,7 @@ use arc_device::step::{CtxClass, Limits, Part, Row, StepKey, TOKEN_OF_SLOT, row_
 use crate::blocks::BlockManager;
 use crate::scheduler::buckets::Buckets;
 use crate::scheduler::cost::CostModel;
+use crate::scheduler::speculation::{Others, Pace, Speculate, StepCosts};
 
 /// Rows of a chunk below which prefill would hardly move, however slow a step is.
 pub const MIN_CHUNK: u32 = 8;
@@ -33,6 +38,10 @@ pub struct SchedulerConfig {
     pub burst: usize,
     /// Longest step, as far as it can be foreseen, while a sequence decodes.
     pub mixed_step_us: f64,
+    /// How many drafts are verified.
+    pub speculate: Speculate,
+    /// The most that the device can make for a slot.
+    pub max_drafts: u32,
 }
 
 /// A sequence that wants to start.
@@ -46,6 +55,8 @@ pub struct Want {
     pub score: bool,
     /// Whether the host must see its logits or its tokens before each draw.
     pub two_part: bool,
+    /// Whether it may have several tokens a step: nobody wants to see each of them before the next.
+    pub speculates: bool,
 }
 
 impl Want {
@@ -89,8 +100,10 @@ pub struct StepPlan {
     pub n_heads: u32,
     /// Sequences that have rows.
     pub seqs: u32,
-    /// Longest context.
+    /// Longest context, were every draft right.
     pub context: u32,
+    /// Rows that ask for drafts.
+    pub draft_rows: u32,
     /// Head index and slot of the rows that draw for a sequence that needs two parts.
     pub two_part: Vec<(u32, u16)>,
 }
@@ -100,6 +113,7 @@ impl StepPlan {
         self.rows.clear();
         self.two_part.clear();
         (self.n_rows, self.prompt_rows, self.n_heads, self.seqs, self.context) = (0, 0, 0, 0, 0);
+        self.draft_rows = 0;
     }
 }
 
@@ -109,6 +123,7 @@ pub struct Scheduler {
     config: SchedulerConfig,
     blocks: BlockManager,
     cost: CostModel,
+    costs: StepCosts,
     generations: Vec<u32>,
     running: Vec<Option<Running>>,
     free_slots: Vec<u16>,
@@ -120,10 +135,15 @@ pub struct Scheduler {
 struct Running {
     want: Want,
     blocks: Vec<u32>,
-    /// Rows enqueued, which is the next position.
+    /// Rows enqueued that are sure to count, which is the next position but for drafts that turn out right.
     pos: u32,
-    /// Draws enqueued.
+    /// Draws enqueued, counted likewise.
     out: u32,
+    /// Rows in flight that verify.
+    verifying: u32,
+    /// Drafts that its last row asked for.
+    asked: u32,
+    pace: Pace,
 }
 
 impl Running {
@@ -133,6 +153,22 @@ impl Running {
 
     fn decodes(&self) -> bool {
         !self.prefills() && self.out < self.want.max_out
+    }
+
+    /// Tokens to come after those that are enqueued.
+    fn left(&self) -> u32 {
+        self.want.max_out - self.out
+    }
+
+    /// The longest context that its rows may see.
+    fn context(&self) -> u32 {
+        (self.pos + self.verifying).min(self.want.prompt.len() as u32 + self.want.max_out)
+    }
+
+    /// Flags of a row that draws, when `self` is past it. A draft is of use where two tokens are to come.
+    fn draws(&mut self) -> u16 {
+        self.asked = if self.left() > 1 { self.pace.drafts() } else { 0 };
+        row_flags::HEAD | row_flags::SAMPLE | if self.asked > 0 { row_flags::PROPOSE } else { 0 }
     }
 }
 
@@ -145,6 +181,7 @@ impl Scheduler {
         Scheduler {
             blocks: BlockManager::new(limits.blocks),
             cost: CostModel::default(),
+            costs: StepCosts::default(),
             generations: vec![0; slots],
             running: (0..slots).map(|_| None).collect(),
             free_slots: (0..slots as u16).rev().collect(),
@@ -167,7 +204,9 @@ impl Scheduler {
         let generation = self.generations[usize::from(slot)].wrapping_add(1);
         self.generations[usize::from(slot)] = generation;
         let place = Place { slot, generation, blocks: blocks.clone() };
-        self.running[usize::from(slot)] = Some(Running { want, blocks, pos: 0, out: 0 });
+        let speculate = if want.speculates { self.config.speculate } else { Speculate::Off };
+        let pace = Pace::new(speculate, self.config.max_drafts);
+        self.running[usize::from(slot)] = Some(Running { want, blocks, pos: 0, out: 0, verifying: 0, asked: 0, pace });
         Some(place)
     }
 
@@ -179,9 +218,33 @@ impl Scheduler {
         self.free_slots.push(slot);
     }
 
-    /// Takes in what a step took.
-    pub fn observe(&mut self, rows: u32, us: f64) {
-        self.cost.observe(rows, us);
+    /// Takes in what a step took that made `drafts` drafts for a slot: up to its logits, and from there on.
+    pub fn observe(&mut self, rows: u32, drafts: u32, fwd_us: f64, tail_us: f64) {
+        self.cost.observe(rows, fwd_us + tail_us);
+        self.costs.observe(rows, drafts, fwd_us, tail_us);
+    }
+
+    /// Takes in what a step landed for a slot that drew: `rows` rows verified, `verified` of them a draft, and `tokens`
+    /// were emitted.
+    pub fn landed(&mut self, slot: u16, rows: u32, verified: u32, tokens: u32) {
+        let running = self.running[usize::from(slot)].as_mut().expect("a slot lands what it ran");
+        let right = tokens.saturating_sub(1);
+        running.verifying -= rows;
+        running.pos += right;
+        running.out += right;
+        running.pace.landed(verified, right);
+        if running.pace.is_due() {
+            let mut others = Others::default();
+            for other in self.order.iter().filter(|&&other| other != slot).map(|&other| self.at(other)) {
+                if other.decodes() {
+                    others.rows += 1 + other.pace.drafts();
+                    others.tokens += other.pace.tokens();
+                    others.drafts = others.drafts.max(other.pace.drafts());
+                }
+            }
+            let costs = &self.costs;
+            self.running[usize::from(slot)].as_mut().expect("it is there").pace.decide(others, costs);
+        }
     }
 
     /// The cost of steps as seen so far.
@@ -214,8 +277,9 @@ impl Scheduler {
     /// Fills in the next step and moves every sequence past its rows. `None`: there is nothing to run.
     pub fn plan(&mut self, plan: &mut StepPlan) -> Option<StepKey> {
         plan.clear();
+        let mut spare = self.spare_rows();
         for idx in 0..self.order.len() {
-            self.plan_decode(self.order[idx], plan);
+            self.plan_decode(self.order[idx], &mut spare, plan);
         }
         let cap = self.row_cap(plan.n_rows);
         for idx in 0..self.order.len() {
@@ -228,7 +292,26 @@ impl Scheduler {
         let heads = self.config.buckets.heads(rows, plan.n_heads, self.config.limits.heads as u32);
         plan.rows.resize(rows as usize, Row { flags: row_flags::PADDING, ..Row::default() });
         let part = if plan.two_part.is_empty() { Part::Whole } else { Part::Forward };
-        Some(StepKey::new(rows, heads, CtxClass::of(plan.context), part))
+        // A drafter that has a cache wants to see every row, from the prompt on.
+        let drafts = self.order.iter().map(|&slot| self.at(slot).pace.drafts()).max().unwrap_or(0);
+        let draft_rows = match plan.draft_rows {
+            0 => 0,
+            n => self.config.buckets.pad(n).min(self.running.len() as u32),
+        };
+        Some(StepKey { drafts, draft_rows, ..StepKey::new(rows, heads, CtxClass::of(plan.context), part) })
+    }
+
+    /// Rows, and heads, that the step may have for drafts beside what decodes and what begins to.
+    fn spare_rows(&self) -> u32 {
+        let limits = &self.config.limits;
+        let (mut rows, mut heads) = (limits.rows as u32, limits.heads as u32);
+        let mut prefills = false;
+        for running in self.order.iter().map(|&slot| self.at(slot)) {
+            prefills |= running.prefills();
+            rows = rows.saturating_sub(u32::from(running.decodes()));
+            heads = heads.saturating_sub(1);
+        }
+        rows.saturating_sub(if prefills { MIN_CHUNK } else { 0 }).min(heads)
     }
 
     /// Rows that the step may have in all, given those that decode.
@@ -245,7 +328,7 @@ impl Scheduler {
         }
     }
 
-    fn plan_decode(&mut self, slot: u16, plan: &mut StepPlan) {
+    fn plan_decode(&mut self, slot: u16, spare: &mut u32, plan: &mut StepPlan) {
         let running = self.running[usize::from(slot)].as_mut().expect("in order, so running");
         if !running.decodes() {
             return;
@@ -253,18 +336,20 @@ impl Scheduler {
         if running.want.two_part {
             plan.two_part.push((plan.n_heads, slot));
         }
-        plan.rows.push(Row {
-            slot,
-            flags: row_flags::HEAD | row_flags::SAMPLE,
-            token: TOKEN_OF_SLOT,
-            ..Row::default()
-        });
         running.pos += 1;
         running.out += 1;
-        plan.n_rows += 1;
-        plan.n_heads += 1;
+        let verify = running.asked.min(running.pace.drafts()).min(running.left()).min(*spare);
+        *spare -= verify;
+        running.verifying += verify;
+        let flags = running.draws();
+        plan.draft_rows += u32::from(running.asked > 0);
+        plan.rows.push(Row { slot, flags, token: TOKEN_OF_SLOT, ..Row::default() });
+        let flags = row_flags::HEAD | row_flags::VERIFY;
+        plan.rows.extend((1..=verify).map(|offset| Row { slot, flags, offset, token: TOKEN_OF_SLOT, target: 0 }));
+        plan.n_rows += 1 + verify;
+        plan.n_heads += 1 + verify;
         plan.seqs += 1;
-        plan.context = plan.context.max(running.pos);
+        plan.context = plan.context.max(running.context());
     }
 
     fn plan_chunk(&mut self, slot: u16, cap: u32, plan: &mut StepPlan) {
@@ -273,25 +358,25 @@ impl Scheduler {
         if !running.prefills() {
             return;
         }
-        let want = &running.want;
         let first = running.pos;
-        let last = first + (want.prompt_rows() - first).min(cap.saturating_sub(plan.n_rows));
+        let last = first + (running.want.prompt_rows() - first).min(cap.saturating_sub(plan.n_rows));
         for pos in first..last {
-            let at = pos as usize;
-            let mut row = Row { slot, offset: pos - first, token: want.prompt[at], ..Row::default() };
-            if pos < want.scored_rows() {
-                row.flags = row_flags::HEAD | row_flags::SCORE;
-                row.target = want.prompt[at + 1];
-            } else if at + 1 == want.prompt.len() {
-                row.flags = row_flags::HEAD | row_flags::SAMPLE;
-            }
-            if row.flags & row_flags::HEAD != 0 {
+            let (at, want) = (pos as usize, &running.want);
+            let next = want.prompt.get(at + 1).copied();
+            let target = next.unwrap_or(0);
+            let mut row = Row { slot, flags: 0, offset: pos - first, token: want.prompt[at], target };
+            let scored = pos < want.scored_rows();
+            if scored || next.is_none() {
                 if plan.n_heads == heads {
                     break;
                 }
-                if row.flags & row_flags::SAMPLE != 0 {
+                if scored {
+                    row.flags = row_flags::HEAD | row_flags::SCORE;
+                } else {
                     running.out = 1;
-                    if want.two_part {
+                    row.flags = running.draws();
+                    plan.draft_rows += u32::from(running.asked > 0);
+                    if running.want.two_part {
                         plan.two_part.push((plan.n_heads, slot));
                     }
                 }

@@ -20,6 +20,10 @@ pub struct StepRecord {
     pub seqs: u32,
     /// Tokens that it landed.
     pub tokens: u32,
+    /// Drafts that it verified.
+    pub drafted: u32,
+    /// Those of them that were emitted.
+    pub accepted: u32,
     /// Stages dispatched, or kernels launched outside graphs.
     pub launches: u64,
     /// Recorded steps replayed.
@@ -44,7 +48,7 @@ pub struct StepRecord {
     pub enqueue_us: f64,
     /// Device time from the step's start to its logits.
     pub fwd_us: f64,
-    /// Device time from the logits to the commit.
+    /// Device time from the logits to the commit: drawing, and drafting.
     pub sample_us: f64,
     /// Device time between the last step's commit and this one's start; 0 where the engine had nothing to run.
     pub gap_us: f64,
@@ -140,6 +144,10 @@ pub struct EngineStats {
     pub output_tokens: u64,
     /// Tokens that landed after their sequence had ended, and were dropped.
     pub dropped_tokens: u64,
+    /// Drafts verified.
+    pub drafted: u64,
+    /// Drafts emitted: tokens beyond one a step.
+    pub accepted: u64,
     /// Steps landed.
     pub steps: u64,
     /// Rows run, padding included.
@@ -182,6 +190,8 @@ impl EngineStats {
     pub(crate) fn step(&mut self, r: &StepRecord) {
         self.steps += 1;
         self.rows += u64::from(r.rows);
+        self.drafted += u64::from(r.drafted);
+        self.accepted += u64::from(r.accepted);
         self.mask_wait_us += r.mask_wait_us;
         self.step_time.add(r.gap_us + r.fwd_us + r.sample_us);
     }

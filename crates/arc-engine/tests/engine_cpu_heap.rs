@@ -7,7 +7,7 @@ use arc_device::count::heap::{CountingAlloc, allocs_of_all_threads};
 use arc_device::cpu::Cpu;
 use arc_device::ops::sample::SamplerConfig;
 use arc_device::step::Limits;
-use arc_engine::engine::{self, EngineConfig, Shutdown};
+use arc_engine::engine::{self, EngineConfig, Shutdown, Speculate};
 use arc_engine::load::{LoadError, ModelFile};
 use arc_engine::model::{Model, ModelConfig};
 use arc_engine::request::{Event, EventSink, Request};
@@ -30,19 +30,22 @@ impl EventSink for Counts {
     }
 }
 
-/// Allocations from one token of the first request to its next, while four sequences decode.
-fn from_token_to_token(logprobs: Option<u32>) -> Vec<u64> {
-    let limits = Limits { slots: 4, rows: 64, heads: 8, context: 256, blocks: 32, ring: 16 };
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/tiny/llama/model.gguf");
+/// Allocations from one token of the first request to its next, while four sequences decode. A model with a draft block
+/// makes three drafts a step.
+fn from_token_to_token(model: &str, logprobs: Option<u32>) -> Vec<u64> {
+    let limits = Limits { slots: 4, rows: 64, heads: 16, context: 256, blocks: 32, ring: 16 };
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures").join(model);
     let file = ModelFile::open(&path).expect("the fixture opens");
-    let config = ModelConfig::read(&file).expect("the fixture has a configuration");
+    let mut config = ModelConfig::read(&file).expect("the fixture has a configuration");
+    let drafts = config.load_draft_block(&file);
     let vocab = config.shape().vocab as u32;
     let make = move || {
         let mut dev = Cpu::new(2, limits);
         let model = Model::load(&mut dev, &file, &config, &limits)?;
         Ok::<_, LoadError>(Runner::new(dev, model))
     };
-    let engine = engine::spawn(EngineConfig::default(), limits, vocab, make).expect("the model loads");
+    let set_up = EngineConfig { speculate: Speculate::Fixed(3), ..EngineConfig::default() };
+    let engine = engine::spawn(set_up, limits, vocab, make).expect("the model loads");
     let counts = Arc::new(Mutex::new(Vec::with_capacity(200)));
     for i in 0..4 {
         let sampling = SamplerConfig { top_k: 20, top_p: 0.9, presence: 0.3, seed: i, ..SamplerConfig::default() };
@@ -52,6 +55,7 @@ fn from_token_to_token(logprobs: Option<u32>) -> Vec<u64> {
         engine.submit(request, Box::new(Counts(counts))).expect("a place in the queue");
     }
     engine.shutdown(Shutdown::Drain);
+    assert_eq!(engine.stats().drafted > 300, drafts, "{} drafts", engine.stats().drafted);
     let counts = counts.lock().expect("nobody panics with the counts");
     assert_eq!(counts.len(), 160);
     // All four are admitted within the first steps, and end within the last.
@@ -60,8 +64,10 @@ fn from_token_to_token(logprobs: Option<u32>) -> Vec<u64> {
 
 #[test]
 fn a_decode_step_on_the_cpu_allocates_nothing() {
-    let plain = from_token_to_token(None);
-    assert_eq!(plain.iter().sum::<u64>(), 0, "{plain:?}");
+    for model in ["tiny/llama/model.gguf", "deepseek-v4-tiny/native"] {
+        let plain = from_token_to_token(model, None);
+        assert_eq!(plain.iter().sum::<u64>(), 0, "{model}: {plain:?}");
+    }
     // The count can fail: alternatives are lists.
-    assert!(from_token_to_token(Some(2)).iter().all(|&n| n >= 4));
+    assert!(from_token_to_token("tiny/llama/model.gguf", Some(2)).iter().all(|&n| n >= 4));
 }

@@ -7,7 +7,7 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use arc_device::step::Limits;
-use arc_engine::engine::{EngineConfig, Health, SampleOn, Shutdown, SubmitError, Switches};
+use arc_engine::engine::{EngineConfig, Health, SampleOn, Shutdown, Speculate, SubmitError, Switches};
 use arc_engine::request::{FinishReason, Request};
 use arc_engine::scheduler::buckets::Buckets;
 use support::{Answer, Classes, Fickle, HOST_SEED, Rig, Script, expected_masked, expected_score, request};
@@ -46,6 +46,10 @@ struct Seen {
     padding: u64,
     full: u64,
     dropped: u64,
+    drafted: u64,
+    accepted: u64,
+    /// Steps that verified drafts while others were in flight.
+    ahead: u64,
 }
 
 fn random_request(r: &mut Random) -> (Request, Vec<u32>, FinishReason, bool) {
@@ -100,8 +104,11 @@ fn run(seed: u64, seen: &mut Seen) {
         switches,
         ..EngineConfig::default()
     };
+    let drafts = (!r.one_in(3)).then(|| [0, 40, 90, 100][r.below(4) as usize]);
+    let speculate = if r.one_in(3) { Speculate::Auto } else { Speculate::Fixed(1 + r.below(4)) };
+    let config = EngineConfig { speculate, ..config };
     let step_time = (!r.one_in(3)).then(|| Duration::from_micros(u64::from(r.below(80))));
-    let rig = Rig::new(config, limits, Script { step_time, ..Script::default() });
+    let rig = Rig::new(config, limits, Script { step_time, drafts, ..Script::default() });
     let mut cases: Vec<Case> = Vec::new();
     while cases.len() < 60 {
         let (ask, want, reason, scored) = random_request(&mut r);
@@ -160,6 +167,10 @@ fn run(seed: u64, seen: &mut Seen) {
     seen.two_part += stats.two_part_steps;
     seen.padding += stats.padding_rows;
     seen.dropped += stats.dropped_tokens;
+    assert!(drafts.is_some() || stats.drafted == 0, "seed {seed}");
+    seen.drafted += stats.drafted;
+    seen.accepted += stats.accepted;
+    seen.ahead += if log.in_flight_max > 1 { stats.accepted } else { 0 };
 }
 
 #[test]
@@ -168,7 +179,8 @@ fn whatever_happens_a_request_gets_its_tokens_and_one_end() {
     for seed in 1..=40 {
         run(seed, &mut seen);
     }
-    let Seen { stopped, cancelled, passes, inert, two_part, padding, full, dropped } = seen;
+    let Seen { stopped, cancelled, passes, inert, two_part, padding, full, dropped, drafted, accepted, ahead } = seen;
     assert!(stopped > 50 && cancelled > 50 && two_part > 100 && padding > 100, "the seeds must reach these");
     assert!(passes > 0 && inert > 0 && full > 0 && dropped > 0, "{passes} {inert} {full} {dropped}");
+    assert!(accepted > 1000 && drafted > 2 * accepted && ahead > 500, "{drafted} {accepted} {ahead}");
 }

@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use arc_device::DeviceLoop;
 use arc_device::count::Counters;
 use arc_device::ops::sample::Scratch;
-use arc_device::step::{Landed, Limits, Part, Row, StepDelta};
+use arc_device::step::{Landed, Limits, Part, Row, StepDelta, landed_flags};
 use tracing::{debug, info, warn};
 
 use crate::burst::{Burst, InFlight};
 use crate::engine::handle::{EngineFault, KEPT_STEPS, Shared, Shutdown, lock};
-use crate::engine::{EngineConfig, RequestId, SampleOn};
+use crate::engine::{EngineConfig, RequestId, SampleOn, Speculate};
 use crate::grammar::MaskPool;
 use crate::request::FinishReason;
 use crate::sampler::HostDraw;
@@ -59,7 +59,14 @@ pub(crate) struct EngineThread<L> {
 
 impl<L: DeviceLoop> EngineThread<L> {
     pub fn new(config: EngineConfig, limits: Limits, shared: Arc<Shared>, dev: L) -> Self {
+        let burst = Burst::new(dev, config.poll_limit);
+        let max_drafts = burst.max_drafts();
+        if max_drafts == 0 && matches!(config.speculate, Speculate::Fixed(_)) {
+            warn!("there is nothing that could draft tokens: none are speculated on");
+        }
         let scheduler = Scheduler::new(SchedulerConfig {
+            speculate: config.speculate,
+            max_drafts,
             limits,
             buckets: config.buckets.clone(),
             burst: config.burst.max(1),
@@ -69,7 +76,6 @@ impl<L: DeviceLoop> EngineThread<L> {
         if slots < limits.slots {
             warn!(slots, asked = limits.slots, "a step has too few rows or heads for all slots");
         }
-        let burst = Burst::new(dev, config.poll_limit);
         let mut engine = EngineThread {
             masks: MaskPool::new(config.mask_workers),
             queue: Queue::default(),
@@ -174,6 +180,7 @@ impl<L: DeviceLoop> EngineThread<L> {
                 max_out,
                 score: request.prompt_logprobs.is_some(),
                 two_part: host || request.grammar.is_some(),
+                speculates: !host && request.grammar.is_none() && request.logprobs.is_none(),
             };
             if want.max_out == 0 && want.scored_rows() == 0 {
                 // Nothing to draw and nothing to score.
@@ -224,6 +231,7 @@ impl<L: DeviceLoop> EngineThread<L> {
         self.burst.follow(InFlight {
             step,
             n_heads: self.plan.n_heads,
+            drafts: key.drafts,
             expected_us: self.scheduler.cost().predict_us(key.rows),
             after_idle: std::mem::take(&mut self.idle),
             two_part,
@@ -259,10 +267,15 @@ impl<L: DeviceLoop> EngineThread<L> {
         while let Some(mut step) = self.burst.next_landed()? {
             let began = Instant::now();
             let mut scored = false;
-            for head_idx in 0..step.n_heads as usize {
+            let mut heads = 0..step.n_heads as usize;
+            while let Some(head_idx) = heads.next() {
                 let landed = self.burst.landed(step.step, head_idx);
-                scored |= landed.flags & arc_device::step::landed_flags::SCORED != 0;
-                step.record.tokens += self.take(&landed);
+                scored |= landed.flags & landed_flags::SCORED != 0;
+                let verified = Verified::of(heads.clone().map(|idx| self.burst.landed(step.step, idx)));
+                heads.start += verified.rows as usize;
+                step.record.drafted += verified.drafts;
+                step.record.accepted += landed.n_tokens.saturating_sub(1);
+                step.record.tokens += self.take(&landed, verified);
             }
             if scored {
                 self.flush_scores();
@@ -288,7 +301,7 @@ impl<L: DeviceLoop> EngineThread<L> {
     }
 
     /// Hands what a row left to its sequence. Returns the tokens that it emitted.
-    fn take(&mut self, landed: &Landed) -> u32 {
+    fn take(&mut self, landed: &Landed, verified: Verified) -> u32 {
         let slot = landed.slot as usize;
         assert!(slot < self.sequences.len(), "a row landed for slot {slot} of {}", self.sequences.len());
         let current = self.sequences[slot].as_mut().filter(|s| s.place.generation == landed.generation);
@@ -297,6 +310,9 @@ impl<L: DeviceLoop> EngineThread<L> {
             self.stats.dropped_tokens += u64::from(landed.n_tokens);
             return 0;
         };
+        if landed.flags & landed_flags::SCORED == 0 {
+            self.scheduler.landed(sequence.place.slot, verified.rows, verified.drafts, landed.n_tokens);
+        }
         let before = sequence.n_out;
         let taken = sequence.take(landed);
         let emitted = sequence.n_out - before;
@@ -338,7 +354,7 @@ impl<L: DeviceLoop> EngineThread<L> {
         }
         self.last_commit_ns = clocks.commit_ns;
         if !step.two_part {
-            self.scheduler.observe(step.record.rows, us(clocks.start_ns, clocks.commit_ns));
+            self.scheduler.observe(step.record.rows, step.drafts, step.record.fwd_us, step.record.sample_us);
         }
     }
 
@@ -360,6 +376,26 @@ impl<L: DeviceLoop> EngineThread<L> {
             }
             published.steps.push_back(step);
         }
+    }
+}
+
+/// The rows behind one that drew, which verified drafts.
+#[derive(Debug, Clone, Copy, Default)]
+struct Verified {
+    rows: u32,
+    /// Those of them that had a draft.
+    drafts: u32,
+}
+
+impl Verified {
+    /// Of the entries that follow the row's.
+    fn of(entries: impl Iterator<Item = Landed>) -> Verified {
+        let mut verified = Verified::default();
+        for landed in entries.take_while(|landed| landed.flags & landed_flags::VERIFIED != 0) {
+            verified.rows += 1;
+            verified.drafts += u32::from(landed.flags & landed_flags::INERT == 0);
+        }
+        verified
     }
 }
 

@@ -7,11 +7,15 @@ fn limits() -> Limits {
 }
 
 fn scheduler(limits: Limits, buckets: Buckets) -> Scheduler {
-    Scheduler::new(SchedulerConfig { limits, buckets, burst: 8, mixed_step_us: 2_050.0 })
+    speculating(limits, buckets, Speculate::Off)
+}
+
+fn speculating(limits: Limits, buckets: Buckets, speculate: Speculate) -> Scheduler {
+    Scheduler::new(SchedulerConfig { limits, buckets, burst: 8, mixed_step_us: 2_050.0, speculate, max_drafts: 4 })
 }
 
 fn want(len: u32, max_out: u32) -> Want {
-    Want { prompt: (100..100 + len).collect(), max_out, score: false, two_part: false }
+    Want { prompt: (100..100 + len).collect(), max_out, score: false, two_part: false, speculates: true }
 }
 
 /// `(slot, offset, token, flags)` of each row.
@@ -87,14 +91,14 @@ fn a_chunk_beside_decoding_rows_is_cut_by_the_cost_line_in_whole_buckets() {
         assert_eq!(key.rows, first, "nothing was measured");
         // 500 us a step and 100 us a row: 2.05 ms hold 15 rows.
         for rows in [1, 8, 32] {
-            s.observe(rows, 500.0 + 100.0 * f64::from(rows));
+            s.observe(rows, 0, 500.0 + 100.0 * f64::from(rows), 0.0);
         }
         let key = s.plan(&mut plan).expect("mixed");
         assert_eq!((key.rows, plan.n_rows, plan.n_heads), (measured, measured, 1));
         // However slow a step is, a prompt moves.
         for _ in 0..100 {
-            s.observe(1, 1e6);
-            s.observe(32, 1e6 + 1.0);
+            s.observe(1, 0, 1e6, 0.0);
+            s.observe(32, 0, 1e6, 1.0);
         }
         s.plan(&mut plan).expect("mixed");
         assert!((MIN_CHUNK..=2 * MIN_CHUNK).contains(&plan.prompt_rows), "{}", plan.prompt_rows);
@@ -161,4 +165,92 @@ fn a_slot_never_has_the_same_generation_twice() {
     }
     assert_eq!(s.admit(want(6400, 1)), None, "more blocks than the pool has");
     assert_eq!(s.blocks().free(), 200);
+}
+
+const ASKS: u16 = DRAW | row_flags::PROPOSE;
+const VERIFY: u16 = row_flags::HEAD | row_flags::VERIFY;
+
+#[test]
+fn drafts_are_asked_for_from_the_prompt_on_and_verified_in_the_next_step() {
+    let mut s = speculating(Limits { rows: 4, ..limits() }, Buckets::Exact, Speculate::Fixed(2));
+    let mut plan = StepPlan::default();
+    s.admit(want(6, 9)).expect("room");
+    let key = s.plan(&mut plan).expect("a chunk");
+    assert_eq!((key.drafts, key.draft_rows), (2, 0), "a drafter sees every row");
+    assert_eq!(plan.rows.iter().map(|r| r.target).collect::<Vec<_>>(), [101, 102, 103, 104]);
+    let key = s.plan(&mut plan).expect("the rest");
+    assert_eq!(table(&plan), [(0, 0, 104, 0), (0, 1, 105, ASKS)]);
+    assert_eq!((key.drafts, key.draft_rows, key.heads), (2, 1, 1));
+    for context in [9, 12] {
+        let key = s.plan(&mut plan).expect("a step");
+        let verify = |offset| (0, offset, TOKEN_OF_SLOT, VERIFY);
+        assert_eq!(table(&plan), [(0, 0, TOKEN_OF_SLOT, ASKS), verify(1), verify(2)]);
+        assert_eq!((key.rows, key.heads, key.drafts, key.draft_rows), (3, 3, 2, 1));
+        assert_eq!(plan.context, context, "as if every draft in flight were right");
+    }
+    // The prompt's draw, then two steps with drafts: three tokens and one.
+    s.landed(0, 0, 0, 1);
+    s.landed(0, 2, 2, 3);
+    s.landed(0, 2, 2, 1);
+    s.plan(&mut plan).expect("a step");
+    assert_eq!(plan.context, 13, "six of the prompt, five that came, two drafts");
+    s.landed(0, 2, 2, 2);
+    s.plan(&mut plan).expect("a step");
+    assert_eq!(table(&plan), [(0, 0, TOKEN_OF_SLOT, DRAW), (0, 1, TOKEN_OF_SLOT, VERIFY)], "two are left");
+}
+
+#[test]
+fn who_is_to_see_each_token_gets_one_a_step() {
+    let mut s = speculating(limits(), Buckets::recorded(32), Speculate::Fixed(4));
+    let mut plan = StepPlan::default();
+    s.admit(Want { speculates: false, ..want(1, 9) }).expect("room");
+    s.admit(want(1, 9)).expect("room");
+    s.plan(&mut plan).expect("prompts");
+    let key = s.plan(&mut plan).expect("a step");
+    let rows = |slot| plan.rows[..plan.n_rows as usize].iter().filter(|r| r.slot == slot).count();
+    assert_eq!((rows(0), rows(1)), (1, 5));
+    assert_eq!((key.rows, key.heads, key.drafts, key.draft_rows), (6, 6, 4, 1));
+    let mut s = speculating(limits(), Buckets::Exact, Speculate::Fixed(4));
+    s.admit(Want { speculates: false, ..want(1, 9) }).expect("room");
+    assert_eq!(s.plan(&mut plan).expect("a prompt").drafts, 0);
+}
+
+#[test]
+fn drafts_take_what_rows_and_heads_are_to_spare() {
+    // Six heads: two decode, one prefills.
+    let mut s = speculating(limits(), Buckets::Exact, Speculate::Fixed(4));
+    let mut plan = StepPlan::default();
+    s.admit(want(1, 90)).expect("room");
+    s.admit(want(1, 90)).expect("room");
+    s.plan(&mut plan).expect("prompts");
+    s.admit(want(40, 9)).expect("room");
+    s.plan(&mut plan).expect("mixed");
+    let rows = |plan: &StepPlan, slot| plan.rows.iter().filter(|r| r.slot == slot).count();
+    assert_eq!((rows(&plan, 0), rows(&plan, 1), plan.n_heads), (4, 1, 5));
+    assert!(rows(&plan, 2) >= MIN_CHUNK as usize, "{} rows", rows(&plan, 2));
+    // A prompt moves however few rows there are.
+    let mut s = speculating(Limits { rows: 10, ..limits() }, Buckets::Exact, Speculate::Fixed(4));
+    s.admit(want(1, 90)).expect("room");
+    s.plan(&mut plan).expect("a prompt");
+    s.admit(want(40, 9)).expect("room");
+    s.plan(&mut plan).expect("mixed");
+    assert_eq!((rows(&plan, 0), rows(&plan, 1)), (2, 8));
+}
+
+#[test]
+fn a_sequence_whose_drafts_are_wrong_stops_drafting() {
+    let mut s = speculating(limits(), Buckets::Exact, Speculate::Auto);
+    let mut plan = StepPlan::default();
+    s.admit(want(1, 1000)).expect("room");
+    let (mut verified, mut last) = (0, 0);
+    for step in 0..500 {
+        let key = s.plan(&mut plan).expect("a step");
+        let verify = key.rows - 1;
+        s.observe(key.rows, key.drafts, 1000.0 + 200.0 * f64::from(key.rows), 50.0 + 100.0 * f64::from(key.drafts));
+        s.landed(0, verify, verify, 1);
+        verified += verify;
+        last = if verify > 0 { step } else { last };
+    }
+    assert!((8..120).contains(&verified), "{verified} drafts");
+    assert!(last > 60, "drafts are tried again: {last}");
 }

@@ -47,13 +47,26 @@ impl Rig {
     }
 
     pub fn with(model: &Path, threads: usize, limits: Limits, config: EngineConfig) -> Rig {
+        Rig::over(model, threads, limits, config, |_, _| {}, Runner::new)
+    }
+
+    /// Of a model whose configuration is changed first, in a runner that `make` puts together.
+    pub fn over(
+        model: &Path,
+        threads: usize,
+        limits: Limits,
+        config: EngineConfig,
+        change: impl FnOnce(&mut ModelConfig, &ModelFile),
+        make: impl FnOnce(Cpu, Model<Cpu>) -> Runner<Cpu> + Send + 'static,
+    ) -> Rig {
         let file = ModelFile::open(model).expect("the model opens");
-        let model_config = ModelConfig::read(&file).expect("the model has a configuration");
+        let mut model_config = ModelConfig::read(&file).expect("the model has a configuration");
+        change(&mut model_config, &file);
         let vocab = model_config.shape().vocab as u32;
         let make = move || {
             let mut dev = Cpu::new(threads, limits);
             let model = Model::load(&mut dev, &file, &model_config, &limits)?;
-            Ok::<_, LoadError>(Runner::new(dev, model))
+            Ok::<_, LoadError>(make(dev, model))
         };
         let engine = engine::spawn(config, limits, vocab, make).expect("the model loads");
         Rig { engine, vocab }

@@ -41,6 +41,8 @@ pub struct Script {
     pub panic: Option<u64>,
     /// Enqueuing this step waits until it is let through.
     pub hold: Option<(u64, Arc<AtomicBool>)>,
+    /// The device drafts, and of a hundred drafts so many are right.
+    pub drafts: Option<u32>,
     /// Rows name their slot's former generation: what a device must never do.
     pub wrong_generation: bool,
 }
@@ -68,6 +70,7 @@ pub struct StepLog {
     pub decode_rows: u32,
     pub prompt_rows: u32,
     pub inert_rows: u32,
+    pub verify_rows: u32,
     /// Allocations of the engine thread up to this step.
     pub heap_allocs: u64,
 }
@@ -88,6 +91,7 @@ struct Slot {
     mask: Vec<u32>,
     masked: bool,
     forced: Option<Forced>,
+    drafts: Vec<u32>,
 }
 
 #[derive(Debug, Default, Clone)]
@@ -113,6 +117,9 @@ pub struct Fake {
     forward: Option<(u64, StepKey)>,
     /// Hash of what each head row had seen, from the forward part to the sampling part.
     seen: Vec<u64>,
+    /// Whether each row moves its sequence on.
+    counts: Vec<bool>,
+    n_drafts: u64,
     fetched: Vec<Vec<f32>>,
     land_at: VecDeque<(u64, Instant)>,
     last_land: Instant,
@@ -138,6 +145,7 @@ impl Fake {
             mask: Vec::new(),
             masked: false,
             forced: None,
+            drafts: Vec::new(),
         };
         let entry = Entry { landed: Vec::with_capacity(limits.heads), clocks: StepClocks::default() };
         Fake {
@@ -152,6 +160,8 @@ impl Fake {
             read: 0,
             forward: None,
             seen: Vec::with_capacity(limits.heads),
+            counts: Vec::with_capacity(limits.rows),
+            n_drafts: 0,
             fetched: Vec::new(),
             land_at: VecDeque::with_capacity(limits.ring + 1),
             last_land: Instant::now(),
@@ -188,9 +198,10 @@ impl Fake {
             assert_eq!(row.offset, offsets[usize::from(row.slot)], "rows of a slot follow each other");
             offsets[usize::from(row.slot)] += 1;
             let mut seen = 0;
-            if slot.live {
+            let draft = self.slots[usize::from(row.slot)].draft(&row);
+            if slot.live && (row.flags & row_flags::VERIFY == 0 || draft.is_some()) {
                 let pos = slot.pos + row.offset;
-                let token = if row.token == TOKEN_OF_SLOT { slot.last } else { row.token };
+                let token = if row.token == TOKEN_OF_SLOT { draft.unwrap_or(slot.last) } else { row.token };
                 let block = self.slots[usize::from(row.slot)].blocks[pos as usize / BLOCK_TOKENS];
                 self.kv[block as usize * BLOCK_TOKENS + pos as usize % BLOCK_TOKENS] = token;
                 let (hash, poisoned) = self.hash(&self.slots[usize::from(row.slot)], pos + 1);
@@ -214,18 +225,25 @@ impl Fake {
             decode_rows: 0,
             prompt_rows: 0,
             inert_rows: 0,
+            verify_rows: 0,
             heap_allocs: heap::allocs_on_this_thread(),
         };
+        self.counts.clear();
+        // The entry that gathers what a slot's rows draw, and whether all draws so far were as drafted.
+        let (mut lead, mut as_drafted) = (0, false);
         for idx in 0..self.rows.len() {
             let row = self.rows[idx];
             if row.flags & row_flags::PADDING != 0 {
                 break;
             }
+            self.counts.push(row.flags & row_flags::VERIFY == 0);
             let seen = if row.flags & row_flags::HEAD != 0 { self.seen[head_idx] } else { 0 };
             let slot = &mut self.slots[usize::from(row.slot)];
             let prompt_row = row.token != TOKEN_OF_SLOT;
+            let verifies = row.flags & row_flags::VERIFY != 0;
             log.prompt_rows += u32::from(prompt_row);
-            log.decode_rows += u32::from(!prompt_row);
+            log.decode_rows += u32::from(!prompt_row && !verifies);
+            log.verify_rows += u32::from(verifies);
             log.inert_rows += u32::from(!slot.live);
             if row.flags & row_flags::HEAD == 0 {
                 continue;
@@ -233,6 +251,29 @@ impl Fake {
             head_idx += 1;
             let generation = slot.generation - u32::from(self.script.wrong_generation);
             let mut landed = Landed { slot: row.slot.into(), generation, ..Landed::default() };
+            if verifies {
+                landed.flags = landed_flags::VERIFIED;
+                // A sequence that ends among its own rows leaves the rest without a word.
+                let draft = slot.draft_of_step(&row).filter(|_| seen != 0);
+                match draft {
+                    None => landed.flags |= landed_flags::INERT,
+                    Some(draft) => {
+                        as_drafted &= slot.live && slot.last == draft;
+                        if as_drafted {
+                            let mut drawn = Landed::default();
+                            slot.draw(seen, &mut drawn);
+                            let lead: &mut Landed = &mut entry.landed[lead];
+                            lead.flags |= drawn.flags;
+                            lead.tokens[lead.n_tokens as usize] = drawn.tokens[0];
+                            lead.n_tokens += drawn.n_tokens;
+                            self.counts[idx] = true;
+                        }
+                    }
+                }
+                entry.landed.push(landed);
+                continue;
+            }
+            (lead, as_drafted) = (entry.landed.len(), true);
             if !slot.live {
                 landed.flags = landed_flags::INERT;
             } else if row.flags & row_flags::SCORE != 0 {
@@ -248,11 +289,15 @@ impl Fake {
             let row = self.rows[idx];
             if row.flags & row_flags::PADDING == 0 {
                 let slot = &mut self.slots[usize::from(row.slot)];
-                slot.pos += 1;
+                slot.pos += u32::from(self.counts[idx]);
                 slot.masked = false;
                 slot.forced = None;
+                if row.flags & row_flags::SAMPLE != 0 {
+                    slot.drafts.clear();
+                }
             }
         }
+        self.propose(log.key);
         // A made-up clock: a millisecond a step, a tenth of one a row, and half a millisecond to sample.
         let start_ns = self.clock_ns + 10_000;
         let sample_ns = start_ns + 1_000_000 + 100_000 * u64::from(log.decode_rows + log.prompt_rows);
@@ -265,6 +310,34 @@ impl Fake {
             shared.steps.push(log);
         }
         shared.in_flight_max = shared.in_flight_max.max(in_flight);
+    }
+
+    /// Drafts the tokens that will come, or others.
+    fn propose(&mut self, key: StepKey) {
+        let Some(right) = self.script.drafts else {
+            assert_eq!((key.drafts, key.draft_rows), (0, 0), "drafts of a device that makes none");
+            return;
+        };
+        let asks = |row: &&Row| row.flags & row_flags::PROPOSE != 0;
+        assert!(self.rows.iter().filter(asks).count() <= key.draft_rows as usize, "{key}");
+        for idx in 0..self.rows.len() {
+            let row = self.rows[idx];
+            let slot = &self.slots[usize::from(row.slot)];
+            if !asks(&&row) || !slot.live {
+                continue;
+            }
+            let block_tokens = |&block: &u32| &self.kv[block as usize * BLOCK_TOKENS..][..BLOCK_TOKENS];
+            let fed: Vec<u32> = slot.blocks.iter().flat_map(block_tokens).take(slot.pos as usize).copied().collect();
+            let mut drafts = Vec::new();
+            for _ in 0..key.drafts {
+                let text = fed.iter().chain([&slot.last]).chain(&drafts).copied();
+                let coming = best(hash(text), |_| true).expect("something is allowed");
+                self.n_drafts += 1;
+                let is_right = self.n_drafts * 7919 % 100 < u64::from(right);
+                drafts.push(if is_right { coming } else { (coming + 1) % VOCAB });
+            }
+            self.slots[usize::from(row.slot)].drafts = drafts;
+        }
     }
 
     fn schedule(&mut self, step: u64) {
@@ -289,6 +362,17 @@ struct SlotView {
 impl Slot {
     fn clone_for_read(&self) -> SlotView {
         SlotView { live: self.live, pos: self.pos, last: self.last }
+    }
+
+    /// The draft that a row verifies, as its step begins.
+    fn draft(&self, row: &Row) -> Option<u32> {
+        let within = row.flags & row_flags::VERIFY != 0 && self.out + row.offset < self.max_out;
+        within.then(|| self.drafts.get(row.offset as usize - 1).copied()).flatten()
+    }
+
+    /// The same while its step emits.
+    fn draft_of_step(&self, row: &Row) -> Option<u32> {
+        self.drafts.get(row.offset as usize - 1).copied()
     }
 
     fn draw(&mut self, seen: u64, landed: &mut Landed) {
@@ -359,6 +443,7 @@ impl Landing for Fake {
                 mask: vec![0; VOCAB.div_ceil(32) as usize],
                 masked: false,
                 forced: None,
+                drafts: Vec::new(),
             };
             log.admitted.push(init.clone());
         }
@@ -445,6 +530,10 @@ impl Landing for Fake {
 }
 
 impl DeviceLoop for Fake {
+    fn max_drafts(&self) -> u32 {
+        if self.script.drafts.is_some() { 4 } else { 0 }
+    }
+
     fn enqueue(&mut self, key: StepKey) -> Result<u64> {
         let step = self.enqueued + 1;
         if let Some((held, through)) = &self.script.hold
