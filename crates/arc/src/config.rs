@@ -12,7 +12,7 @@ use std::{net::IpAddr, path::PathBuf};
 use arc_engine::model::deepseek_v4::Numerics;
 
 pub use layers::{ConfigError, Resolved, Source};
-pub use value::{Auto, Device, Kind, LogFormat, LogLevel, SampleOn, Switch};
+pub use value::{Auto, AutoOff, Device, Kind, LogFormat, LogLevel, SampleOn, Switch};
 
 /// Which commands take a setting as a flag. The file and the environment may always name it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -122,7 +122,7 @@ settings! {
     kv_tokens: Auto = Auto::Auto, Kind::AutoInt(16, 1 << 30);
     Engine: /// Rows of the largest step
     max_rows: u32 = 512, Kind::Int(1, 4096);
-    Engine: /// Rows of a step that go through the output head; auto: twice the slots, at least 8, and 128 for eval
+    Engine: /// Rows of a step that go through the output head; auto: twice the slots or one for each draft, at least 8, and 128 for eval
     heads: Auto = Auto::Auto, Kind::AutoInt(1, 4096);
     Engine: /// Decode steps that the device runs ahead of the host
     burst: u32 = 8, Kind::Int(1, 64);
@@ -138,6 +138,8 @@ settings! {
     device_loop: Switch = Switch::On, Kind::Choice(Switch::CHOICES);
     Engine: /// Where tokens are drawn
     sample_on: SampleOn = SampleOn::Device, Kind::Choice(SampleOn::CHOICES);
+    Engine: /// Tokens a step that a model's draft block proposes and the model checks; auto: as many as pay
+    speculate: AutoOff = AutoOff::Auto, Kind::AutoOffInt(1, 4);
 
     Server: /// Address to listen on
     host: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), Kind::Address;

@@ -11,10 +11,10 @@ use arc_device::{
     Alloc, DeviceLoop, Steps,
     cpu::Cpu,
     cuda::{Cuda, CudaOptions},
-    step::{BLOCK_TOKENS, Limits},
+    step::{BLOCK_TOKENS, Limits, MAX_DRAFTS},
 };
 use arc_engine::{
-    engine::{self, EngineConfig, EngineHandle, SampleOn as EngineSampleOn, Switches},
+    engine::{self, EngineConfig, EngineHandle, SampleOn as EngineSampleOn, Speculate, Switches},
     load::{LoadError, ModelFile},
     model::{Model, ModelConfig, Plan, deepseek_v4::Numerics},
     runner::Runner,
@@ -22,7 +22,7 @@ use arc_engine::{
 };
 
 use crate::{
-    config::{Config, Device, SampleOn},
+    config::{AutoOff, Config, Device, SampleOn},
     model_text::{ChatMessage, ModelText, PromptError, Role},
     text::{TemplateError, Tokenizer, TokenizerError},
 };
@@ -174,6 +174,28 @@ impl Described {
         Ok(tokenizer)
     }
 
+    /// The model as these settings load it: with its draft block, if it has one and tokens are speculated on. The CUDA
+    /// device does not draft yet.
+    pub fn to_load(&self, config: &Config) -> ModelConfig {
+        let mut model = self.config.clone();
+        if config.speculate != AutoOff::Off && config.device == Device::Cpu {
+            model.load_draft_block(&self.file);
+        }
+        model
+    }
+
+    /// The most drafts that a sequence verifies in a step.
+    fn max_drafts(&self, config: &Config) -> usize {
+        match (config.speculate, self.to_load(config)) {
+            (AutoOff::Off, _) => 0,
+            (speculate, ModelConfig::DeepseekV4(v4)) if v4.draft => match speculate {
+                AutoOff::Value(n) => n as usize,
+                _ => MAX_DRAFTS,
+            },
+            _ => 0,
+        }
+    }
+
     /// Sizes that the settings and the model come to. `sizes` are the command's own where the user names none.
     pub fn limits(&self, config: &Config, sizes: Sizes) -> Result<Limits, OpenError> {
         let model = self.config.context();
@@ -183,7 +205,8 @@ impl Described {
             None => model.min(CONTEXT_DEFAULT),
         };
         let slots = config.slots.value().unwrap_or(sizes.slots) as usize;
-        let heads = config.heads.value().or(sizes.heads).map_or_else(|| (2 * slots).max(8), |n| n as usize);
+        let decoding = (slots * (1 + self.max_drafts(config))).max(2 * slots).max(8);
+        let heads = config.heads.value().or(sizes.heads).map_or(decoding, |n| n as usize);
         let per_context = Limits::blocks_for(context);
         let blocks = match config.kv_tokens.value() {
             Some(tokens) => Limits::blocks_for(tokens as usize),
@@ -196,7 +219,7 @@ impl Described {
     /// Memory and stages, from headers alone.
     pub fn plan(&self, config: &Config, sizes: Sizes) -> Result<Plan, OpenError> {
         let limits = self.limits(config, sizes)?;
-        Ok(Plan::new(&self.file, &self.config, &limits, threads(config), limits.context)?)
+        Ok(Plan::new(&self.file, &self.to_load(config), &limits, threads(config), limits.context)?)
     }
 
     /// The model's own name, or its file's.
@@ -266,7 +289,7 @@ fn cuda_options(config: &Config) -> CudaOptions {
 pub fn start_engine(described: &Described, config: &Config, sizes: Sizes) -> Result<EngineHandle, OpenError> {
     let limits = described.limits(config, sizes)?;
     let vocab = u32::try_from(described.config.shape().vocab).unwrap_or(u32::MAX);
-    let (file, model, set_up) = (described.file.clone(), described.config.clone(), engine_config(config, &limits));
+    let (file, model, set_up) = (described.file.clone(), described.to_load(config), engine_config(config, &limits));
     let started = match config.device {
         Device::Cpu => {
             let threads = threads(config);
@@ -319,6 +342,11 @@ fn engine_config(config: &Config, limits: &Limits) -> EngineConfig {
                 SampleOn::Device => EngineSampleOn::Device,
                 SampleOn::Host => EngineSampleOn::Host,
             },
+        },
+        speculate: match config.speculate {
+            AutoOff::Auto => Speculate::Auto,
+            AutoOff::Off => Speculate::Off,
+            AutoOff::Value(n) => Speculate::Fixed(n),
         },
         ..EngineConfig::default()
     }

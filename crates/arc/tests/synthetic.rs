@@ -29,7 +29,35 @@ fn inspect_shows_what_flash_takes() {
          token"
     );
     assert_eq!(line("rope tables:"), "rope tables: 512 bytes a position");
-    assert_eq!(page.lines().filter(|line| line.trim_start().starts_with("attn_latent")).count(), 43);
+    // A decode step, and one that checks two drafts and makes two.
+    assert_eq!(page.lines().filter(|line| line.trim_start().starts_with("attn_latent")).count(), 43 + 43 + 2);
+    assert_eq!(line("speculate:"), "speculate: auto, with the draft block");
+}
+
+/// Without speculation the draft block is not loaded.
+#[test]
+fn a_draft_block_takes_memory_where_tokens_are_speculated_on() {
+    let inspect = |speculate: &str| {
+        let args = ["inspect", "synthetic:deepseek-v4-tiny", "--step-trace", "--speculate", speculate];
+        let output = arc().args(args).output().expect("the binary is built");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).expect("UTF-8")
+    };
+    let (off, three) = (inspect("off"), inspect("3"));
+    assert!(
+        off.contains("speculate: off\n") && !off.contains("draft logits") && !off.contains("sample_drafts"),
+        "{off}"
+    );
+    assert!(three.contains("speculate: 3, with the draft block\n"), "{three}");
+    assert!(three.contains("draft logits") && three.contains("sample_drafts"), "{three}");
+    let refusal = "must be auto, off or an integer from 1 to 4";
+    refused(
+        arc().args(["inspect", "synthetic:deepseek-v4-tiny", "--speculate", "5"]),
+        b"",
+        1,
+        refusal,
+        Duration::from_secs(5),
+    );
 }
 
 /// The arithmetic is one setting, whatever says it; memory follows from it.

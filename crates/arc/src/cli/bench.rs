@@ -173,7 +173,9 @@ fn decode(engine: &EngineHandle, args: &Args, vocab: u32, rep: u32) -> Result<De
     let steps = engine.last_steps(args.tg as usize);
     let bytes: u64 = steps.iter().map(|s| s.weight_bytes + s.kv_bytes).sum();
     let bytes_per_step = bytes as f64 / steps.len().max(1) as f64;
-    let n_steps = tokens as f64 / f64::from(args.batch);
+    // A step lands a token for each sequence, and more where drafts were right.
+    let landed: u64 = steps.iter().map(|s| u64::from(s.tokens)).sum();
+    let n_steps = tokens as f64 * steps.len() as f64 / landed.max(1) as f64;
     Ok(Decode {
         tokens_per_s: tokens as f64 / seconds,
         bytes_per_step,

@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::Result;
 use arc::{
-    config::Config,
+    config::{AutoOff, Config},
     open::{Described, OpenError},
 };
 use arc_device::{
@@ -22,7 +22,7 @@ use arc_engine::{
         gguf::{Array, Value},
     },
     model::{
-        ModelConfig, Plan,
+        ModelConfig, PLANNED_DRAFTS, Plan,
         deepseek_v4::{Report, V4Config},
     },
 };
@@ -71,12 +71,24 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     tensors(&model, &mut out)?;
     if let ModelConfig::DeepseekV4(v4) = &model.config {
         v4_table(&Report::new(&model.file, v4), v4, &mut out)?;
+        let drafts = match (model.to_load(config), config.show("speculate")) {
+            (ModelConfig::DeepseekV4(v4), Some(speculate)) if v4.draft => format!("{speculate}, with the draft block"),
+            _ if config.speculate == AutoOff::Off => "off".to_owned(),
+            _ => "no draft block that can be used".to_owned(),
+        };
+        writeln!(out, "speculate: {drafts}")?;
     }
     memory(&plan, &model.limits(config, serve::SIZES)?, &mut out)?;
     if args.step_trace {
         writeln!(out, "\nstages of a decode step: bytes of weights, bytes of KV cache, shapes")?;
         for line in listing(&plan.decode_step).lines() {
             writeln!(out, "  {line}")?;
+        }
+        if !plan.speculating_step.is_empty() {
+            writeln!(out, "\nstages of a step that checks {PLANNED_DRAFTS} drafts and makes {PLANNED_DRAFTS}")?;
+            for line in listing(&plan.speculating_step).lines() {
+                writeln!(out, "  {line}")?;
+            }
         }
     }
     Ok(ExitCode::SUCCESS)

@@ -36,7 +36,7 @@ fn args<'a>(scopes: &'a [Scope]) -> impl Iterator<Item = Arg> + 'a {
 
 fn value_name(s: &Setting) -> &'static str {
     match s.kind {
-        Kind::Int(..) | Kind::AutoInt(..) => "N",
+        Kind::Int(..) | Kind::AutoInt(..) | Kind::AutoOffInt(..) => "N",
         Kind::Choice(_) => "WORD",
         Kind::Address => "ADDRESS",
         Kind::Path => "PATH",

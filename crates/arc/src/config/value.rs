@@ -13,6 +13,8 @@ pub enum Kind {
     Int(u64, u64),
     /// An integer or `auto`.
     AutoInt(u64, u64),
+    /// An integer, `auto` or `off`.
+    AutoOffInt(u64, u64),
     /// One of these words.
     Choice(&'static [&'static str]),
     /// An IP address.
@@ -28,6 +30,7 @@ impl fmt::Display for Kind {
         match self {
             Kind::Int(min, max) => write!(f, "{min}..{max}"),
             Kind::AutoInt(min, max) => write!(f, "auto|{min}..{max}"),
+            Kind::AutoOffInt(min, max) => write!(f, "auto|off|{min}..{max}"),
             Kind::Choice(words) => f.write_str(&words.join("|")),
             Kind::Address => f.write_str("IP address"),
             Kind::Path => f.write_str("path"),
@@ -61,6 +64,17 @@ impl Auto {
             Auto::Value(n) => Some(n),
         }
     }
+}
+
+/// An integer, left to the program, or nothing at all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AutoOff {
+    /// Chosen where the facts are known.
+    Auto,
+    /// Not in use.
+    Off,
+    /// As written.
+    Value(u32),
 }
 
 macro_rules! choice {
@@ -214,6 +228,29 @@ impl Value for Auto {
 
     fn show(&self) -> String {
         self.value().map_or_else(|| "auto".to_owned(), |n| n.to_string())
+    }
+}
+
+impl Value for AutoOff {
+    fn parse(text: &str, kind: &Kind) -> Result<Self, String> {
+        let &Kind::AutoOffInt(min, max) = kind else {
+            unreachable!("such a setting has kind AutoOffInt, not {kind:?}")
+        };
+        match text {
+            "auto" => Ok(AutoOff::Auto),
+            "off" => Ok(AutoOff::Off),
+            _ => u32::parse(text, &Kind::Int(min, max))
+                .map(AutoOff::Value)
+                .map_err(|_| format!("must be auto, off or an integer from {min} to {max}")),
+        }
+    }
+
+    fn show(&self) -> String {
+        match self {
+            AutoOff::Auto => "auto".to_owned(),
+            AutoOff::Off => "off".to_owned(),
+            AutoOff::Value(n) => n.to_string(),
+        }
     }
 }
 

@@ -84,6 +84,8 @@ fn engine_lines(page: &mut Page, s: &EngineStats) {
         "Tokens that landed after their sequence had ended",
         s.dropped_tokens,
     );
+    page.one("arc_drafts_total", "counter", "Draft tokens verified", s.drafted);
+    page.one("arc_drafts_accepted_total", "counter", "Draft tokens emitted: tokens beyond one a step", s.accepted);
     page.one("arc_steps_total", "counter", "Steps", s.steps);
     page.one("arc_rows_total", "counter", "Rows run, padding included", s.rows);
     page.one("arc_padding_rows_total", "counter", "Padding rows run", s.padding_rows);
