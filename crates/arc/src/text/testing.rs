@@ -4,7 +4,10 @@ use std::sync::Arc;
 
 use serde_json::json;
 
-use super::{ChatInput, ChatTemplate, Control, Detokenizer, Special, Tokenizer, TokenizerSpec};
+use super::{
+    ChatInput, ChatTemplate, Control, Detokenizer, Special, Tokenizer, TokenizerSpec,
+    deepseek_v4::{AnswerFormat, AnswerParser, ParsedAnswer, Thinking},
+};
 
 /// Compiles and renders `source`; true if a text came of it.
 pub fn exercise_template(source: &[u8]) -> bool {
@@ -38,3 +41,43 @@ pub fn exercise_tokenizer_json(json: &[u8]) -> bool {
     }
     true
 }
+
+/// Reads an answer of DeepSeek-V4, whole and in pieces; true if somebody could act on its calls. The first byte says what
+/// kind of answer it is, the second how long pieces are.
+///
+/// # Panics
+/// When pieces add up to another answer, a call that is complete has arguments that are no JSON object, there is more text
+/// than came in, or bytes are looked at too often.
+pub fn exercise_answer(bytes: &[u8]) -> bool {
+    let [kind, step, text @ ..] = bytes else { return false };
+    let text = String::from_utf8_lossy(text);
+    let thinking = if kind & 1 == 0 { Thinking::Off } else { Thinking::On };
+    let format = AnswerFormat { thinking, tools: kind & 2 == 0 };
+    let whole = AnswerParser::parse(format, &text);
+    let (mut parser, mut events, mut pieces) = (AnswerParser::new(format), Vec::new(), ParsedAnswer::default());
+    let mut rest = &*text;
+    while !rest.is_empty() {
+        let mut at = usize::from(*step).clamp(1, rest.len());
+        while !rest.is_char_boundary(at) {
+            at += 1;
+        }
+        let (piece, after) = rest.split_at(at);
+        parser.push(piece, &mut events);
+        events.drain(..).for_each(|event| pieces.add(event));
+        rest = after;
+    }
+    parser.finish(&mut events);
+    events.into_iter().for_each(|event| pieces.add(event));
+    assert_eq!(pieces, whole, "in pieces of {step}");
+    for call in whole.calls.iter().filter(|call| call.complete) {
+        assert!(call.arguments.starts_with('{'), "{call:?}");
+        serde_json::from_str::<serde::de::IgnoredAny>(&call.arguments).expect("complete arguments are JSON");
+    }
+    assert!(whole.reasoning.len() + whole.content.len() <= text.len(), "{whole:?}");
+    assert!(parser.bytes_read() <= LOOKS * (text.len() as u64 + 1), "{} looks", parser.bytes_read());
+    whole.is_calling()
+}
+
+/// The most looks at a byte. What begins like a name is held for 512 bytes, in which ten more blocks may open and every
+/// second byte may look like its end.
+const LOOKS: u64 = 4096;

@@ -1,7 +1,7 @@
-//! Damaged templates and tokenizers end in an error or a result, never a panic. The same inputs as the fuzz targets
-//! `template` and `tokenizer_json`, from a few thousand seeded mutations.
+//! Damaged templates, tokenizers and answers end in an error or a result, never a panic. The same inputs as the fuzz
+//! targets `template`, `tokenizer_json` and `v4_answer`, from a few thousand seeded mutations.
 
-use arc::text::testing::{exercise_template, exercise_tokenizer_json};
+use arc::text::testing::{exercise_answer, exercise_template, exercise_tokenizer_json};
 
 use crate::golden::golden_json;
 use crate::stream::Random;
@@ -10,6 +10,13 @@ use crate::stream::Random;
 const TOKENIZERS: [&str; 2] = [
     include_str!("../../../../fuzz/seeds/tokenizer_json/bytes.json"),
     include_str!("../../../../fuzz/seeds/tokenizer_json/characters.json"),
+];
+
+/// Answers with calls, with reasoning and with what looks like a call, each behind two bytes of format.
+const ANSWERS: [&str; 3] = [
+    include_str!("../../../../fuzz/seeds/v4_answer/calls"),
+    include_str!("../../../../fuzz/seeds/v4_answer/thinking"),
+    include_str!("../../../../fuzz/seeds/v4_answer/text"),
 ];
 
 /// `text` with up to four pieces taken out, doubled, moved or replaced.
@@ -87,4 +94,16 @@ fn damaged_tokenizers() {
         }
     }
     assert!(built > 300 && refused > 300, "{built} built, {refused} refused");
+}
+
+#[test]
+fn damaged_answers() {
+    assert!(exercise_answer(ANSWERS[0].as_bytes()), "the whole one is calling");
+    let mut random = Random(13);
+    let (mut calling, mut other) = (0, 0);
+    for round in 0..20_000 {
+        let damaged = damage(ANSWERS[round % ANSWERS.len()], &mut random);
+        if exercise_answer(damaged.as_bytes()) { calling += 1 } else { other += 1 }
+    }
+    assert!(calling > 300 && other > 300, "{calling} calling, {other} not");
 }

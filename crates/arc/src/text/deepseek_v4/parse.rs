@@ -1,8 +1,8 @@
 //! Answers as they come: one state machine for reasoning, content and tool calls.
 //!
 //! Every character is looked at once, or a bounded number of times where it stands in a tag that turns out to be none,
-//! so an answer costs time in proportion to its length however it is cut. The events add up to the same answer for
-//! every cut.
+//! so an answer costs time in proportion to its length however it is cut; [`AnswerParser::bytes_read`] counts. The events
+//! add up to the same answer for every cut.
 //!
 //! A call begins once a block's tag and the head of a call have come; until then all of it may still be text. What does
 //! not follow the format after that ends the call as incomplete and is content, as is everything behind a block. Only
@@ -51,6 +51,7 @@ pub struct AnswerParser {
     has_parameter: bool,
     /// A value that is JSON, or claims to be.
     json: String,
+    bytes_read: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -93,7 +94,13 @@ impl AnswerParser {
             n_calls: 0,
             has_parameter: false,
             json: String::new(),
+            bytes_read: 0,
         }
+    }
+
+    /// Bytes that were looked at so far, once for each look: a bounded multiple of the text's length.
+    pub fn bytes_read(&self) -> u64 {
+        self.bytes_read
     }
 
     /// A whole answer at once.
@@ -113,12 +120,15 @@ impl AnswerParser {
         let mut at = 0;
         while at < text.len() {
             if self.eos_len == 0 {
-                let Some(next) = text[at..].find('<') else { break };
+                let next = text[at..].find('<');
+                self.read(next.map_or(text.len() - at, |next| next + 1));
+                let Some(next) = next else { break };
                 self.run(&text[from..at + next], out);
                 (from, at, self.eos_len) = (at + next + 1, at + next + 1, 1);
                 continue;
             }
             let c = text[at..].chars().next().expect("not at the end");
+            self.read(c.len_utf8());
             if EOS[self.eos_len..].starts_with(c) {
                 self.eos_len += c.len_utf8();
                 at += c.len_utf8();
@@ -155,6 +165,10 @@ impl AnswerParser {
         }
     }
 
+    fn read(&mut self, bytes: usize) {
+        self.bytes_read += bytes as u64;
+    }
+
     /// Takes text in which EOS is nothing special.
     fn run(&mut self, text: &str, out: &mut Vec<AnswerEvent>) {
         // What a tag that was none leaves to be looked at again comes before the rest of the text.
@@ -184,12 +198,14 @@ impl AnswerParser {
             State::Content => text.find(['<', '\n']),
             State::JsonValue => {
                 let len = text.find('<').unwrap_or(text.len());
+                self.read(len);
                 self.json.push_str(&text[..len]);
                 return len;
             }
             State::Opened { .. } | State::Block | State::Invoke => return 0,
         };
         let len = len.unwrap_or(text.len());
+        self.read(len);
         self.text(&text[..len], out);
         len
     }
@@ -197,6 +213,7 @@ impl AnswerParser {
     /// Takes a character; returns text that must be looked at again.
     fn step(&mut self, c: char, out: &mut Vec<AnswerEvent>) -> Option<String> {
         self.held.push(c);
+        self.read(c.len_utf8());
         match self.state {
             State::Reasoning => {
                 if self.ends_in(&[END_THINK], out) {
@@ -221,6 +238,7 @@ impl AnswerParser {
                 if self.ends_in(&[CLOSE_PARAMETER], &mut none) {
                     self.held.clear();
                     let mut json = mem::take(&mut self.json);
+                    self.read(json.len());
                     if serde_json::from_str::<IgnoredAny>(&json).is_err() {
                         let text = mem::take(&mut json);
                         push_string(&text, &mut json);
@@ -236,7 +254,11 @@ impl AnswerParser {
     /// Whether `held` is one of `tags`; passes on what can not be the beginning of one.
     fn ends_in(&mut self, tags: &[&str], out: &mut Vec<AnswerEvent>) -> bool {
         let mut from = 0;
-        while !tags.iter().any(|tag| tag.starts_with(&self.held[from..])) {
+        loop {
+            self.read(tags.iter().map(|tag| tag.len().min(self.held.len() - from)).sum());
+            if tags.iter().any(|tag| tag.starts_with(&self.held[from..])) {
+                break;
+            }
             from += self.held[from..].chars().next().map_or(0, char::len_utf8);
         }
         let rest = self.held.split_off(from);
@@ -255,7 +277,9 @@ impl AnswerParser {
             self.tag_at = self.held.len();
             return None;
         }
-        match (self.look(tag), self.state) {
+        let (found, looked) = self.look(tag);
+        self.read(looked);
+        match (found, self.state) {
             (Tag::Open, _) => return None,
             (Tag::Close, State::Invoke) => {
                 self.end_call(true, out);
@@ -288,12 +312,18 @@ impl AnswerParser {
         None
     }
 
-    /// What `tag` is in a state between tags.
-    fn look(&self, tag: &str) -> Tag {
+    /// What `tag` is in a state between tags, and how many bytes had to be looked at.
+    fn look(&self, tag: &str) -> (Tag, usize) {
+        let mut bytes = 0;
+        (self.kind(tag, &mut bytes), bytes)
+    }
+
+    fn kind(&self, tag: &str, bytes: &mut usize) -> Tag {
         let (head, close) = match self.state {
             State::Invoke => (OPEN_PARAMETER, CLOSE_INVOKE),
             _ => (OPEN_INVOKE, CLOSE_CALLS),
         };
+        *bytes += tag.len().min(close.len()) + tag.len().min(head.len());
         if close == tag {
             return Tag::Close;
         }
@@ -302,6 +332,7 @@ impl AnswerParser {
         }
         let Some(name) = tag.strip_prefix(head) else { return Tag::None };
         if let Some(end) = name.strip_suffix("\">") {
+            *bytes += name.len();
             let parameter = |end, is_json| Some(Tag::Head { name: name.strip_suffix(end)?.to_owned(), is_json });
             return match self.state {
                 State::Invoke => parameter(IS_STRING, false)
