@@ -12,7 +12,7 @@ use std::{net::IpAddr, path::PathBuf};
 use arc_engine::model::deepseek_v4::Numerics;
 
 pub use layers::{ConfigError, Resolved, Source};
-pub use value::{Auto, AutoOff, Device, Kind, LogFormat, LogLevel, SampleOn, Switch};
+pub use value::{Auto, AutoOff, Device, EffortProfile, Kind, LogFormat, LogLevel, SampleOn, Switch};
 
 /// Which commands take a setting as a flag. The file and the environment may always name it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -114,6 +114,8 @@ settings! {
     threads: Auto = Auto::Auto, Kind::AutoInt(1, 1024);
     Engine: /// Arithmetic of a model that has a choice (DeepSeek-V4); every other model has serving only
     numerics: Numerics = Numerics::Serving, Kind::Choice(&value::NUMERICS);
+    Engine: /// Words in which DeepSeek-V4 is asked for more reasoning: the preview's, or those since July 2026; auto: as the model's configuration tells
+    effort_profile: EffortProfile = EffortProfile::Auto, Kind::Choice(EffortProfile::CHOICES);
     Engine: /// Longest sequence in tokens, prompt and output together; auto: the model's, at most 8192
     context: Auto = Auto::Auto, Kind::AutoInt(16, 1 << 20);
     Engine: /// Sequences that run at once; auto: 1 for run and chat, 16 for serve, what was asked for bench

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json, value::RawValue};
 
 use crate::text::{
     ChatInput, ChatTemplate, Control, Detokenizer, TemplateError, Tokenizer,
-    deepseek_v4::{self, AnswerFormat, EncodeError, ToolCall},
+    deepseek_v4::{self, AnswerFormat, EncodeError, Profile, ToolCall},
 };
 
 mod v4;
@@ -126,8 +126,8 @@ pub enum PromptError {
 enum Format {
     /// As the model's own template says.
     Template(ChatTemplate),
-    /// As DeepSeek-V4 wants it.
-    DeepSeekV4,
+    /// As DeepSeek-V4 wants it, in the words of a release.
+    DeepSeekV4(Profile),
 }
 
 /// Tokenizer and chat template of one model.
@@ -147,11 +147,19 @@ impl ModelText {
         let token_bytes_max = (0..n_vocab).map(|id| tokenizer.token_bytes(id).len()).max().unwrap_or(1).max(1);
         // Files of V4 may come with somebody's template; the format itself is exact.
         let format = if deepseek_v4::speaks(&tokenizer) {
-            Ok(Format::DeepSeekV4)
+            Ok(Format::DeepSeekV4(Profile::Preview))
         } else {
             ChatTemplate::of(&tokenizer).map(Format::Template).map_err(|e| e.to_string())
         };
         ModelText { tokenizer: Arc::new(tokenizer), format, context, token_bytes_max }
+    }
+
+    /// Asks DeepSeek-V4 for reasoning in the words of another release than the preview; other formats are as they are.
+    pub fn with_profile(mut self, profile: Profile) -> ModelText {
+        if let Ok(Format::DeepSeekV4(own)) = &mut self.format {
+            *own = profile;
+        }
+        self
     }
 
     /// The tokenizer.
@@ -166,7 +174,7 @@ impl ModelText {
 
     /// Whether it is known how this model is told of tools and reasoning, and how its answers tell them from text.
     pub fn takes_tools(&self) -> bool {
-        matches!(self.format, Ok(Format::DeepSeekV4))
+        matches!(self.format, Ok(Format::DeepSeekV4(_)))
     }
 
     /// Tokens of a raw prompt: what the model wants in front of it, then the text, in which no control token is read.
@@ -206,7 +214,7 @@ impl ModelText {
                 let input = ChatInput { messages: &messages, tools: None, add_generation_prompt: true, variables };
                 Ok(ChatPrompt { ids: template.encode(&self.tokenizer, &input)?, answer: None })
             }
-            Format::DeepSeekV4 => v4::encode(&self.tokenizer, conversation),
+            Format::DeepSeekV4(profile) => v4::encode(&self.tokenizer, *profile, conversation),
         }
     }
 

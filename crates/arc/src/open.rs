@@ -22,9 +22,9 @@ use arc_engine::{
 };
 
 use crate::{
-    config::{AutoOff, Config, Device, SampleOn},
+    config::{AutoOff, Config, Device, EffortProfile, SampleOn},
     model_text::{ChatMessage, ModelText, PromptError, Role},
-    text::{TemplateError, Tokenizer, TokenizerError},
+    text::{TemplateError, Tokenizer, TokenizerError, deepseek_v4::Profile},
 };
 
 /// Context where neither the model nor the user wants less.
@@ -315,7 +315,7 @@ pub fn start(described: &Described, config: &Config, sizes: Sizes) -> Result<Run
     let limits = described.limits(config, sizes)?;
     let tokenizer = described.tokenizer()?;
     let context = u32::try_from(limits.context.min(limits.blocks * BLOCK_TOKENS)).unwrap_or(u32::MAX);
-    let text = ModelText::new(tokenizer, context);
+    let text = ModelText::new(tokenizer, context).with_profile(profile(&described.config, config.effort_profile));
     // A template that never ends leaves a thread behind that nothing can stop, so it is found before anybody is served.
     // Other refusals may be about this conversation alone.
     let greeting = [ChatMessage::new(Role::User, "hello")];
@@ -323,6 +323,15 @@ pub fn start(described: &Described, config: &Config, sizes: Sizes) -> Result<Run
         return Err(OpenError::EndlessTemplate { path: described.path.clone() });
     }
     Ok(Running { engine: start_engine(described, config, sizes)?, text: Arc::new(text) })
+}
+
+/// V4-Flash-0731 and later are known by how they draft.
+fn profile(model: &ModelConfig, asked: EffortProfile) -> Profile {
+    match (asked, model) {
+        (EffortProfile::July, _) => Profile::July,
+        (EffortProfile::Auto, ModelConfig::DeepseekV4(v4)) if v4.block_drafts => Profile::July,
+        (EffortProfile::Auto | EffortProfile::Preview, _) => Profile::Preview,
+    }
 }
 
 fn engine_config(config: &Config, limits: &Limits) -> EngineConfig {

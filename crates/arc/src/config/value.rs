@@ -139,6 +139,18 @@ choice! {
 }
 
 choice! {
+    /// In which words DeepSeek-V4 is asked for more reasoning.
+    EffortProfile {
+        /// Those of its release, as far as its configuration tells.
+        Auto = "auto",
+        /// Those of April 2026.
+        Preview = "preview",
+        /// Those since July 2026.
+        July = "july",
+    }
+}
+
+choice! {
     /// Severity of log events.
     LogLevel {
         /// A request or a device is lost.

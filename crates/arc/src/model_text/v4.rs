@@ -5,12 +5,16 @@ use serde_json::Value;
 use super::{ChatMessage, ChatPrompt, Conversation, PromptError, Role};
 use crate::text::{
     Tokenizer,
-    deepseek_v4::{self, AnswerFormat, Effort, Message, Options, Thinking},
+    deepseek_v4::{self, AnswerFormat, Effort, Message, Options, Profile, Thinking},
 };
 
 /// Tokens of a conversation, and how its answer is to be read.
-pub(super) fn encode(tokenizer: &Tokenizer, conversation: &Conversation<'_>) -> Result<ChatPrompt, PromptError> {
-    let options = options(conversation)?;
+pub(super) fn encode(
+    tokenizer: &Tokenizer,
+    profile: Profile,
+    conversation: &Conversation<'_>,
+) -> Result<ChatPrompt, PromptError> {
+    let options = options(profile, conversation)?;
     let mut messages: Vec<Message> = conversation.messages.iter().map(message).collect();
     if !conversation.tools.is_empty() {
         if messages.first().is_none_or(|m| m.role != deepseek_v4::Role::System) {
@@ -40,10 +44,11 @@ fn message(m: &ChatMessage) -> Message {
 }
 
 /// `reasoning_effort` and the template variables that servers of this model know: `thinking`, or `enable_thinking`, and
-/// `drop_thinking`. The model reasons where one of them asks for it.
-fn options(conversation: &Conversation<'_>) -> Result<Options, PromptError> {
+/// `drop_thinking`. The model reasons where one of them asks for it. The preview has two efforts, of which any but the
+/// highest is the lower; later releases have three, of which `medium` is the lowest, their default.
+fn options(profile: Profile, conversation: &Conversation<'_>) -> Result<Options, PromptError> {
     let wrong = |name: &str, problem| PromptError::Option { name: name.to_owned(), problem };
-    let mut options = Options::default();
+    let mut options = Options { profile, ..Options::default() };
     let mut thinks = None;
     let mut effort = conversation.effort;
     for (name, value) in conversation.variables.into_iter().flatten() {
@@ -74,7 +79,11 @@ fn options(conversation: &Conversation<'_>) -> Result<Options, PromptError> {
     let asked = match effort {
         None => None,
         Some("none") => Some(false),
-        Some("minimal" | "low" | "medium" | "high") => {
+        Some("minimal" | "low" | "medium") => {
+            options.effort = Effort::Low;
+            Some(true)
+        }
+        Some("high") => {
             options.effort = Effort::High;
             Some(true)
         }

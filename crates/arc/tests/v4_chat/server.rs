@@ -3,9 +3,9 @@
 use std::sync::{Arc, Mutex, atomic::AtomicBool};
 
 use arc::{
-    model_text::ModelText,
+    model_text::{ChatMessage, Conversation, ModelText, Role},
     serve::{App, HttpLimits, backend::Backend, metrics::Metrics, models::ServedModel, router},
-    text::Special,
+    text::{Control, Detokenizer, Special, deepseek_v4::Profile},
 };
 use arc_engine::{
     engine::{RequestId, SubmitError},
@@ -106,6 +106,41 @@ async fn ask(answer: &str, reason: FinishReason, bodies: &[Value]) -> (Vec<(u16,
     }
     let prompts = script.prompts.lock().expect("no panic").clone();
     (answers, prompts)
+}
+
+/// What each effort puts in front of a prompt, in the words of each release.
+#[test]
+fn effort_is_asked_for_in_the_words_of_the_release() {
+    let words = &cases().protocol_strings["reasoning_effort"];
+    let message = [ChatMessage::new(Role::User, "hello")];
+    let text = ModelText::new(Arc::into_inner(tokenizer()).expect("its only owner"), 4096);
+    let mut compared = 0;
+    for (profile, name) in [(Profile::Preview, "preview"), (Profile::July, "0731")] {
+        let text = text.clone().with_profile(profile);
+        for (asked, key) in [
+            (None, ""),
+            (Some("none"), ""),
+            (Some("minimal"), ""),
+            (Some("low"), ""),
+            (Some("medium"), ""),
+            (Some("high"), if profile == Profile::July { "high" } else { "" }),
+            (Some("xhigh"), "max"),
+            (Some("max"), "max"),
+        ] {
+            let conversation = Conversation { messages: &message, effort: asked, ..Conversation::default() };
+            let ids = text.encode_conversation(&conversation).expect("a prompt").ids;
+            let mut detokenizer = Detokenizer::new(text.tokenizer().clone(), Control::Show);
+            let mut prompt = String::new();
+            ids.iter().for_each(|&id| detokenizer.push(id, &mut prompt));
+            detokenizer.finish(&mut prompt);
+            let effort = if key.is_empty() { "" } else { words[name][key].as_str().expect("a text") };
+            let think = if matches!(asked, None | Some("none")) { "</think>" } else { "<think>" };
+            let bos = "<｜begin▁of▁sentence｜>";
+            assert_eq!(prompt, format!("{bos}{effort}<｜User｜>hello<｜Assistant｜>{think}"), "{name} {asked:?}");
+            compared += 1;
+        }
+    }
+    assert_eq!(compared, 16);
 }
 
 /// One message from the deltas of a stream, as clients add them up, and the finish reason.

@@ -101,6 +101,8 @@ pub struct V4Config {
     pub compress_rope_base: f64,
     /// How those in compressed layers are stretched.
     pub yarn: Yarn,
+    /// Whether the blocks behind the trunk propose several tokens at once (DSpark), as since July 2026. Those are not run.
+    pub block_drafts: bool,
     /// Whether the draft block is loaded too; not unless set.
     pub draft: bool,
     /// In which arithmetic it runs: [`Self::set_numerics`].
@@ -173,6 +175,7 @@ impl V4Config {
             rope_base: 1e4,
             compress_rope_base: 1.6e5,
             yarn: Yarn { factor: 16.0, beta_fast: 32.0, beta_slow: 1.0, original: 65536.0 },
+            block_drafts: false,
             draft: false,
             numerics: Numerics::Reference,
         }

@@ -74,6 +74,8 @@ pub(super) fn read(file: &GgufFile) -> Result<Option<(PathBuf, V4Config)>, LoadE
             beta_slow: f64::from(float("rope.scaling.yarn_beta_slow", 1.0)?),
             original: keys.size_or("rope.scaling.original_context_length", 65_536)? as f64,
         },
+        // No key that says so is known.
+        block_drafts: false,
         draft: false,
         numerics: Numerics::Reference,
     };

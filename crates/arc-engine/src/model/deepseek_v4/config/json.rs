@@ -88,6 +88,7 @@ fn config(fields: &Fields<'_>) -> Result<V4Config, LoadError> {
         rope_base: fields.float_or("rope_theta", 1e4)?,
         compress_rope_base: fields.float_or("compress_rope_theta", 1.6e5)?,
         yarn: yarn(fields)?,
+        block_drafts: fields.get("dspark_block_size").is_some(),
         draft: false,
         numerics: Numerics::Reference,
     })
