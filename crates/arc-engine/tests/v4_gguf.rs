@@ -262,6 +262,47 @@ fn a_draft_block_is_found_under_both_names() {
     assert!(found.to_string().contains("blk.4.nextn.e_proj.weight"), "{found}");
 }
 
+/// The recipe with 4-bit experts: Q4_K for gate and up, MXFP4 for down.
+#[test]
+fn four_bit_experts_run() {
+    let mut writer = two_bit();
+    let mut changed = 0;
+    let random = |n: usize, seed: usize| (0..n).map(move |i| ((i + seed) * 2_654_435_761 >> 13) as u8);
+    for (seed, tensor) in writer.tensors.iter_mut().enumerate() {
+        let name = String::from_utf8(tensor.name.clone()).expect("UTF-8");
+        let format = match name.rsplit('.').nth(1) {
+            Some("ffn_gate_exps" | "ffn_up_exps") => Format::Q4K,
+            Some("ffn_down_exps") => Format::Mxfp4,
+            _ => continue,
+        };
+        let n: u64 = tensor.dims.iter().product();
+        let blocks = n as usize / format.block_len();
+        let mut data: Vec<u8> = random(blocks * format.block_bytes(), seed).collect();
+        for block in data.chunks_exact_mut(format.block_bytes()) {
+            if format == Format::Q4K {
+                // d and dmin of 2^-11 and 2^-8: codes around 7.5 with sub-scales of up to 63.
+                block[..4].copy_from_slice(&[0x00, 0x10, 0x00, 0x1c]);
+            } else {
+                block[0] = 122;
+            }
+        }
+        tensor.data = data;
+        tensor.code = format.ggml_type().expect("GGUF has the format");
+        changed += 1;
+    }
+    assert_eq!(changed, 3 * 5);
+    let file = written("four-bit", &writer);
+    let ids: Vec<u32> = (0..100).map(|i| (i * 97 + 13) % VOCAB as u32).collect();
+    let want = Rig::load(&file.0, Numerics::Serving, 2).prompt(0, &ids, ids.len());
+    assert!(want.iter().all(|x| x.is_finite()) && want.iter().any(|x| x.abs() > 1.0));
+    let got = Rig::load(&file.0, Numerics::Serving, 1).prompt(0, &ids, 7);
+    assert_eq!(same_bits(&got, &want, "chunks of 7 on one thread"), 100 * VOCAB);
+    let floats = Rig::load(&file.0, Numerics::Reference, 2).prompt(0, &ids, ids.len());
+    let (kl, same) = v4::divergence(&want, &floats);
+    eprintln!("serving against reference: mean KL {kl:.2e}, same argmax {same:.3}");
+    assert!(kl < 0.1 && same > 0.7, "{kl} {same}");
+}
+
 #[test]
 fn metadata_that_cannot_be_true_is_refused_by_its_key() {
     let set = |key: &str, value: u32| {

@@ -2,7 +2,7 @@
 
 mod v4;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use arc_device::Alloc;
 use arc_device::cpu::Cpu;
@@ -125,6 +125,95 @@ fn a_configuration_is_refused_by_the_name_of_its_field() {
         for found in [variant.problem(), variant.problem_on_paper()] {
             assert!(found.contains(want), "{field} = {value}: {found}, should name {want}");
         }
+    }
+}
+
+/// The fixture in three shards, a matrix and its scales in different ones, is the fixture; and shards that are not whole, or
+/// not what the index says, are refused by the name of the file or tensor.
+#[test]
+fn shards_are_one_model_or_none() {
+    let sharded = |name: &str, change: &dyn Fn(&Path, &mut serde_json::Map<String, Value>)| -> Variant {
+        let variant = Variant::new(name, &|_| {}, None);
+        let whole = variant.0.join("model.safetensors");
+        let bytes = std::fs::read(&whole).expect("the copy");
+        std::fs::remove_file(whole).expect("it was copied");
+        let tensors = SafeTensors::deserialize(&bytes).expect("whole");
+        let mut all = tensors.tensors();
+        all.sort_by(|a, b| a.0.cmp(&b.0));
+        let mut map = serde_json::Map::new();
+        for shard in 0..3 {
+            let file = format!("model-{shard}.safetensors");
+            let part: Vec<_> = all.iter().skip(shard).step_by(3).map(|(name, view)| (name.clone(), view)).collect();
+            map.extend(part.iter().map(|(name, _)| (name.clone(), json!(file))));
+            std::fs::write(variant.0.join(&file), serialize(part, None).expect("serialises")).expect("written");
+        }
+        let apart = |name: &str| map[&format!("{name}.weight")] != map[&format!("{name}.scale")];
+        assert!(apart("layers.2.attn.wq_b") && apart("layers.3.ffn.experts.4.w1"));
+        change(&variant.0, &mut map);
+        let index = json!({"metadata": {}, "weight_map": map}).to_string();
+        std::fs::write(variant.0.join("model.safetensors.index.json"), index).expect("written");
+        variant
+    };
+    let good = sharded("shards", &|_, _| {});
+    let ids = v4::Golden::open("golden.safetensors").ids("short.input_ids");
+    let logits = |folder: &Path| v4::Rig::load(folder, Numerics::Reference, 1).prompt(0, &ids, ids.len());
+    assert_eq!(v4::same_bits(&logits(&good.0), &logits(&native()), "shards"), ids.len() * v4::VOCAB);
+    let cut = |folder: &Path, by: usize| {
+        let path = folder.join("model-1.safetensors");
+        let bytes = std::fs::read(&path).expect("written before");
+        std::fs::write(path, &bytes[..bytes.len() - by]).expect("written");
+    };
+    type Change<'a> = &'a dyn Fn(&Path, &mut serde_json::Map<String, Value>);
+    let cases: [(&str, Change<'_>, &str); 7] = [
+        ("short", &|folder, _| cut(folder, 1), "model-1.safetensors"),
+        ("header-only", &|folder, _| cut(folder, 100_000), "model-1.safetensors"),
+        (
+            "missing",
+            &|folder, _| std::fs::remove_file(folder.join("model-2.safetensors")).expect("written before"),
+            "model-2.safetensors",
+        ),
+        (
+            "listed",
+            &|_, map| drop(map.insert("layers.9.attn_norm.weight".into(), json!("model-0.safetensors"))),
+            "layers.9.attn_norm.weight",
+        ),
+        ("unlisted", &|_, map| drop(map.remove("layers.0.attn_norm.weight")), "layers.0.attn_norm.weight"),
+        ("elsewhere", &|_, map| drop(map.insert("norm.weight".into(), json!("../model.safetensors"))), "../model"),
+        (
+            "other-shard",
+            &|_, map| {
+                let file = if map["norm.weight"] == "model-0.safetensors" { "model-1" } else { "model-0" };
+                map.insert("norm.weight".into(), json!(format!("{file}.safetensors")));
+            },
+            "norm.weight",
+        ),
+    ];
+    for (name, change, want) in cases {
+        let folder = sharded(&format!("shards-{name}"), change);
+        let error = ModelFile::open(&folder.0).expect_err(name).to_string();
+        assert!(error.contains(want), "{name}: {error}");
+    }
+}
+
+/// V4-Flash-0731 has other blocks behind its trunk, and three ratios for them: the trunk loads, and it is known for what it
+/// is.
+#[test]
+fn the_release_of_july_is_known_by_its_draft_blocks() {
+    let set = |fields: &mut Value| {
+        fields["compress_ratios"] = json!([0, 4, 128, 4, 0, 0, 0]);
+        fields["dspark_block_size"] = json!(5);
+        fields["dspark_target_layer_ids"] = json!([1, 2, 3]);
+    };
+    let rename = |all: &mut Tensors| {
+        all.retain(|tensor| !tensor.0.starts_with("mtp.0.e_proj") && !tensor.0.starts_with("mtp.0.h_proj"));
+        all.push(("mtp.0.main_proj.weight".into(), Dtype::F32, vec![1, 2], vec![0; 8]));
+    };
+    let july = Variant::new("july", &set, Some(&rename));
+    assert_eq!(july.problem(), "nothing");
+    for (folder, block_drafts) in [(&july.0, true), (&native(), false)] {
+        let file = ModelFile::open(folder).expect("the container is sound");
+        let Ok(ModelConfig::DeepseekV4(config)) = ModelConfig::read(&file) else { panic!("a DeepSeek-V4") };
+        assert_eq!((config.block_drafts, config.layers.len()), (block_drafts, 4));
     }
 }
 
