@@ -17,6 +17,7 @@ mod kv;
 mod matmul;
 mod models;
 mod rows;
+mod sample;
 mod state;
 mod suite;
 
@@ -55,6 +56,7 @@ fn main() -> ExitCode {
     }
     matmul::cases(&mut suite);
     kv::cases(&mut suite);
+    sample::cases(&mut suite);
     state::cases(&mut suite);
     faults::cases(&mut suite);
     models::cases(&mut suite, &models);

@@ -505,7 +505,7 @@ impl Landing for Cuda {
     }
 
     fn can_finish(&self, sampling: &SamplerConfig) -> bool {
-        crate::ops::sample::cuda::can_finish(sampling)
+        crate::ops::sample::cuda::can_finish(sampling, self.view().vocab())
     }
 
     fn fetch_rows(&mut self, heads: &[u32]) -> Result<()> {

@@ -101,8 +101,9 @@ impl Ops for Cuda {
         self.product(w, Out { at: logits.ptr(), stride: w.rows, then }, heads)
     }
 
-    fn sample(&mut self, _logits: &mut Self::Buf<f32>, _heads: usize) -> Result<()> {
-        Err(todo("sample"))
+    fn sample(&mut self, logits: &mut Self::Buf<f32>, heads: usize) -> Result<()> {
+        self.sample_with(logits, heads, 0)?;
+        self.settle()
     }
 
     fn commit(&mut self, rows: usize, _heads: usize) -> Result<()> {

@@ -9,7 +9,7 @@ use crate::ops_v4::{
     DraftWeights, ExpertConfig, ExpertWeights, ExpertWork, HcHead, HcSite, Incoming, LatentLayer, LatentState,
     LatentWeights, LatentWork, OpsV4, Streams,
 };
-use crate::{Norm, Ops};
+use crate::Norm;
 
 impl OpsV4 for Cuda {
     fn hc_site(
@@ -170,7 +170,7 @@ impl OpsV4 for Cuda {
     }
 
     fn sample_drafts(&mut self, logits: &mut Self::Buf<f32>, rows: usize) -> Result<()> {
-        self.sample(logits, rows)?;
+        self.sample_with(logits, rows, 0)?;
         self.push_drafts(rows)
     }
 }

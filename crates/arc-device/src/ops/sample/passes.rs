@@ -17,7 +17,7 @@ const STRIDE: usize = 64;
 /// What the first pass finds.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Scan {
-    /// The largest logit; `-inf` if all are masked.
+    /// The largest logit; `-inf` if all are masked. Never -0.0: which of two zeros a scan meets first is its own.
     pub max: f32,
     /// Whether there is a NaN or `+inf`.
     pub non_finite: bool,
@@ -105,7 +105,7 @@ multiversion! {
             }
         }
         Scan {
-            max: max.iter().fold(f32::NEG_INFINITY, |a, &b| max_of(a, b)),
+            max: max.iter().fold(f32::NEG_INFINITY, |a, &b| max_of(a, b)) + 0.0,
             non_finite: bad.iter().fold(0, |a, b| a | b) != 0,
         }
     }

@@ -1,0 +1,392 @@
+//! Sampling: every token and logprob of the GPU against the CPU's, over random parameters and logits made to tell
+//! mistakes apart.
+
+use arc_device::cuda::Cuda;
+use arc_device::ops::sample::{DryConfig, SamplerConfig};
+use arc_device::step::{
+    BLOCK_TOKENS, CtxClass, Forced, Landed, Part, Row, SlotInit, StepDelta, StepKey, TOKEN_OF_SLOT, landed_flags,
+    row_flags,
+};
+use arc_device::{Alloc, Landing, MemoryClass, Ops, Readback, Steps, StreamState};
+
+use crate::inputs::Rng;
+use crate::suite::{Pair, Suite, Verdict, decode_row, limits, shape};
+
+/// Vocabularies, rows of a step, and steps; what each case draws from follows from its seed.
+const SIZES: [(usize, usize, usize); 15] = [
+    (1, 8, 3),
+    (2, 32, 6),
+    (5, 64, 6),
+    (31, 64, 8),
+    (127, 64, 6),
+    (1_000, 64, 6),
+    (2_049, 64, 5),
+    (5_000, 48, 5),
+    (16_385, 24, 3),
+    (20_001, 24, 3),
+    (32_000, 24, 4),
+    (49_152, 24, 3),
+    (129_280, 24, 3),
+    (151_936, 4, 2),
+    (262_144, 12, 2),
+];
+
+/// Tokens, logprobs and faults of random requests; mutants; time by class of request.
+pub fn cases(suite: &mut Suite) {
+    for (vocab, rows, steps) in SIZES {
+        suite.case(&format!("sample/random/{vocab}"), |suite| random(suite, vocab, rows, steps, 0));
+        // Few rows have a layout of their own.
+        suite.case(&format!("sample/few/{vocab}"), |suite| random(suite, vocab, rows.min(3), steps, 0));
+        if vocab > 2_048 {
+            let list = Cuda::SAMPLE_MISTAKES.len() as u32;
+            suite.case(&format!("sample/no_list/{vocab}"), |suite| random(suite, vocab, rows, steps, list));
+        }
+    }
+    suite.case("sample/two_parts", two_parts);
+    for (i, name) in Cuda::SAMPLE_MISTAKES.iter().enumerate().take(Cuda::SAMPLE_MISTAKES.len() - 1) {
+        suite.mutant(&format!("sample/{name}"), |suite| random(suite, 1_000, 64, 12, i as u32 + 1));
+    }
+    for vocab in [49_152, 129_280, 262_144] {
+        suite.measure(&format!("sample/{vocab}"), |suite| times(suite, vocab));
+    }
+}
+
+impl Rng {
+    fn of<T: Copy>(&mut self, choices: &[T]) -> T {
+        choices[self.below(choices.len())]
+    }
+
+    fn one_in(&mut self, n: usize) -> bool {
+        self.below(n) == 0
+    }
+
+    fn token(&mut self, vocab: usize) -> u32 {
+        // Few distinct ids, so that they repeat.
+        let spread = self.of(&[2, 5, vocab]).min(vocab);
+        self.below(spread) as u32
+    }
+}
+
+/// A row of logits: ties, signed zeros, denormals, one that dwarfs all others, runs of `-inf`, now and then NaN.
+fn logits(rng: &mut Rng, vocab: usize, out: &mut Vec<f32>) {
+    let start = out.len();
+    let scale = rng.of(&[0.01, 0.5, 1.0, 3.0, 10.0, 1000.0]);
+    let level = rng.of(&[0.0, -0.0, 1.0, -7.25, 30.0, 1e-41]);
+    let zeros = [0.0, -0.0, 1e-45, -1e-45, 3e-40, -3e-40];
+    let kind = rng.below(10);
+    out.extend((0..vocab).map(|i| match kind {
+        0 | 1 => rng.normal() * scale + level,
+        2 => level,
+        3 => rng.below(4) as f32 * 0.5 + level,
+        4 => rng.of(&zeros[..2]),
+        5 => rng.of(&zeros),
+        6 => level - i as f32 * scale * 1e-3,
+        7 => rng.normal() * 1e37,
+        _ => rng.normal() * 2.0,
+    }));
+    let row = &mut out[start..];
+    if kind == 8 {
+        let at = rng.below(vocab);
+        row[at] = rng.of(&[20.0, 90.0, 1e30]);
+    }
+    if rng.one_in(4) {
+        let (from, len) = (rng.below(vocab), rng.below(vocab) + 1);
+        row.iter_mut().skip(from).take(len).for_each(|x| *x = f32::NEG_INFINITY);
+    }
+    if rng.one_in(50) {
+        let at = rng.below(vocab);
+        row[at] = rng.of(&[f32::NAN, -f32::NAN, f32::INFINITY]);
+    }
+}
+
+fn request(rng: &mut Rng, vocab: usize) -> SamplerConfig {
+    let mut c = SamplerConfig {
+        temperature: rng.of(&[0.0, 1e-3, 0.3, 0.7, 1.0, 1.0, 1.5, 8.0, 100.0, 1e-14, 1e-40, 1e20]),
+        seed: rng.next(),
+        choice: rng.below(3) as u32,
+        ..SamplerConfig::default()
+    };
+    if rng.one_in(2) {
+        let some = rng.below(vocab) as u32 + 1;
+        c.top_k = rng.of(&[1, 2, 7, 40, 40, some, some, vocab as u32, vocab as u32 + 1]);
+    }
+    if rng.one_in(2) {
+        c.top_p = rng.of(&[0.0, 1e-6, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95, 0.999, 0.999_999_9]);
+    }
+    if rng.one_in(2) {
+        c.min_p = rng.of(&[1e-9, 0.01, 0.05, 0.25, 0.5, 1.0]);
+    }
+    if rng.one_in(3) {
+        c.presence = rng.of(&[0.3, -0.5, 2.0]);
+        c.frequency = rng.of(&[0.1, 0.3, 0.7, -0.2]);
+    }
+    if rng.one_in(3) {
+        c.repetition = rng.of(&[1.1, 1.3, 0.8]);
+    }
+    if rng.one_in(4) {
+        let n = rng.of(&[5, 5, 1024]).min(vocab);
+        let step = vocab / n;
+        c.bias = (0..n).map(|i| ((i * step) as u32, rng.normal() * 5.0)).collect();
+        if rng.one_in(10) {
+            c.bias.pop();
+            c.bias.push((vocab as u32, 1.0));
+        }
+        if rng.one_in(20) {
+            c.bias[0].1 = f32::INFINITY;
+        }
+    }
+    if rng.one_in(4) {
+        c.min_tokens = 4;
+    }
+    if rng.one_in(8) {
+        // Present in the request, absent in effect.
+        c.dry = Some(DryConfig { multiplier: 0.0, base: 2.0, allowed_length: 2, window: 9, breakers: Vec::new() });
+    }
+    c
+}
+
+fn admission(rng: &mut Rng, slot: usize, vocab: usize, generation: u32) -> SlotInit {
+    let sampling = request(rng, vocab);
+    let n_prompt = rng.below(40);
+    SlotInit {
+        slot: slot as u16,
+        generation,
+        max_out: rng.of(&[1, 3, 50]),
+        flags: 0,
+        stop_ids: (0..rng.below(4)).map(|_| rng.token(vocab)).collect(),
+        sampling,
+        blocks: (0..2).map(|b| (slot * 2 + b) as u32).collect(),
+        penalty_prompt: (0..n_prompt).map(|_| rng.token(vocab)).collect(),
+        pos: 0,
+        logprobs: rng.one_in(4).then(|| rng.below(21) as u32),
+        prompt_top: rng.below(21) as u32,
+    }
+}
+
+/// Both devices, and their logits.
+struct Both {
+    pair: Pair,
+    cpu_logits: <arc_device::cpu::Cpu as arc_device::Buffers>::Buf<f32>,
+    gpu_logits: <Cuda as arc_device::Buffers>::Buf<f32>,
+}
+
+impl Both {
+    fn new(suite: &Suite, vocab: usize, rows: usize) -> Both {
+        let mut pair = suite.pair(limits(rows, 2 * BLOCK_TOKENS));
+        pair.finish(&shape(vocab, 64));
+        let cpu_logits = pair.cpu.alloc("logits", MemoryClass::Workspace, rows * vocab).expect("there is room");
+        let gpu_logits = pair.gpu.alloc("logits", MemoryClass::Workspace, rows * vocab).expect("there is room");
+        Both { pair, cpu_logits, gpu_logits }
+    }
+
+    fn write(&mut self, values: &[f32]) {
+        self.pair.cpu.write(&mut self.cpu_logits, values).expect("it fits");
+        self.pair.gpu.write(&mut self.gpu_logits, values).expect("it fits");
+    }
+
+    /// One step, or a part of one, on both; what landed, where it has.
+    fn step(&mut self, part: Part, rows: usize, heads: usize, mistake: u32) -> Result<Vec<(Landed, Landed)>, String> {
+        let key = StepKey::new(rows as u32, heads as u32, CtxClass::Short, part);
+        let Both { pair: Pair { cpu, gpu }, cpu_logits, gpu_logits } = self;
+        let text = |error: arc_device::error::DeviceError| error.to_string();
+        let step = cpu
+            .step(key, &mut |dev| {
+                if part == Part::Forward {
+                    return Ok(());
+                }
+                dev.sample(cpu_logits, heads)?;
+                dev.commit(rows, heads)
+            })
+            .map_err(text)?;
+        gpu.step(key, &mut |dev| {
+            if part == Part::Forward {
+                return Ok(());
+            }
+            dev.sample_with(gpu_logits, heads, mistake)?;
+            dev.commit(rows, heads)
+        })
+        .map_err(text)?;
+        if part == Part::Forward {
+            return Ok(Vec::new());
+        }
+        while Landing::head(gpu) < step {
+            if gpu.poll().map_err(text)? == StreamState::Idle && Landing::head(gpu) < step {
+                return Err(format!("the stream is idle and step {step} has not landed"));
+            }
+        }
+        let landed = (0..heads).map(|h| (cpu.landed(step, h), gpu.landed(step, h))).collect();
+        cpu.read_to(step);
+        gpu.read_to(step);
+        Ok(landed)
+    }
+}
+
+/// Whether two entries say the same; what is not valid is not looked at.
+fn same(want: &Landed, got: &Landed) -> bool {
+    let bits = |x: f32| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() };
+    let n = want.n_top as usize;
+    let head = |l: &Landed| (l.slot, l.generation, l.flags, l.n_tokens, l.n_top, bits(l.logprob));
+    let tops = |l: &Landed| l.top_logprobs[..n].iter().map(|&x| bits(x)).collect::<Vec<_>>();
+    head(want) == head(got)
+        && want.tokens[..want.n_tokens as usize] == got.tokens[..want.n_tokens as usize]
+        && want.top_ids[..n] == got.top_ids[..n]
+        && tops(want) == tops(got)
+}
+
+/// Steps of slots that draw, score, end and start anew.
+fn random(suite: &Suite, vocab: usize, rows: usize, steps: usize, mistake: u32) -> Verdict {
+    let mut both = Both::new(suite, vocab, rows);
+    let (mut compared, mut drawn, mut faults) = (0, 0, 0);
+    let mut ended = vec![true; rows];
+    for step in 0..steps {
+        let mut rng = Rng((vocab * 1_000 + step) as u64);
+        let mut delta = StepDelta::default();
+        for (slot, ended) in ended.iter_mut().enumerate() {
+            // An ended slot stays so for a step now and then: its row is inert.
+            if *ended && (step == 0 || !rng.one_in(3)) {
+                delta.admit.push(admission(&mut rng, slot, vocab, (step * rows + slot) as u32));
+                *ended = false;
+            }
+            if !*ended && rng.one_in(5) {
+                let dense = rng.one_in(2);
+                let mut word = || {
+                    let (a, b) = (rng.next(), rng.next());
+                    (if dense { a | b } else { a & b & (a >> 32) }) as u32
+                };
+                delta.masks.push((slot as u16, (0..vocab.div_ceil(32)).map(|_| word()).collect()));
+            }
+            if !*ended && rng.one_in(12) {
+                let fault = rng.of(&[0, 0, landed_flags::NOTHING_TO_SAMPLE]);
+                delta.forced.push(Forced { slot: slot as u16, token: rng.below(vocab) as u32, fault });
+            }
+        }
+        let mut table = Vec::new();
+        for slot in 0..rows {
+            let mut row = decode_row(slot, if vocab > 1 { 1 } else { 0 });
+            if rng.one_in(6) {
+                row.flags = rng.of(&[row_flags::SCORE, row_flags::SCORE | row_flags::SAMPLE]);
+                row.target = if rng.one_in(10) { vocab as u32 } else { rng.below(vocab) as u32 };
+            }
+            if rng.one_in(20) {
+                row.flags |= row_flags::PADDING;
+            }
+            table.push(row);
+        }
+        delta.rows = Some(table);
+        both.pair.stage(&delta);
+        let mut values = Vec::with_capacity(rows * vocab);
+        (0..rows).for_each(|_| logits(&mut rng, vocab, &mut values));
+        both.write(&values);
+        for (h, (want, got)) in both.step(Part::Whole, rows, rows, mistake)?.iter().enumerate() {
+            if !same(want, got) {
+                return Err(format!("step {step}, row {h}: {want:?} wanted, {got:?}"));
+            }
+            compared += 1;
+            drawn += want.n_tokens as usize;
+            faults += usize::from(want.flags & landed_flags::FAULT != 0);
+            let inert = want.flags & landed_flags::INERT != 0;
+            ended[h] = want.flags & landed_flags::DONE != 0 || (ended[h] && inert);
+        }
+    }
+    if drawn * 3 < compared && vocab > 5 {
+        return Err(format!("only {drawn} of {compared} rows drew a token"));
+    }
+    Ok(format!("{compared} rows, {drawn} tokens, {faults} faults"))
+}
+
+/// A step in two parts, whose tokens the host draws of some rows, or masks.
+fn two_parts(suite: &Suite) -> Verdict {
+    let (vocab, rows) = (1_000, 32);
+    let mut both = Both::new(suite, vocab, rows);
+    let mut rng = Rng(7);
+    let mut admit: Vec<SlotInit> = (0..rows).map(|slot| admission(&mut rng, slot, vocab, 1)).collect();
+    admit.iter_mut().for_each(|init| init.max_out = 50);
+    let table: Vec<Row> = (0..rows).map(|slot| decode_row(slot, TOKEN_OF_SLOT)).collect();
+    both.pair.stage(&StepDelta { admit, rows: Some(table), ..StepDelta::default() });
+    let mut tokens = 0;
+    for _ in 0..6 {
+        let mut values = Vec::new();
+        (0..rows).for_each(|_| logits(&mut rng, vocab, &mut values));
+        both.write(&values);
+        both.step(Part::Forward, rows, rows, 0)?;
+        let mut delta = StepDelta::default();
+        for slot in 0..rows {
+            match rng.below(3) {
+                0 => delta.forced.push(Forced { slot: slot as u16, token: rng.below(vocab) as u32, fault: 0 }),
+                1 => delta.masks.push((slot as u16, (0..vocab.div_ceil(32)).map(|_| rng.next() as u32).collect())),
+                _ => {}
+            }
+        }
+        both.pair.stage(&delta);
+        for (h, (want, got)) in both.step(Part::Sample, rows, rows, 0)?.iter().enumerate() {
+            if !same(want, got) {
+                return Err(format!("row {h}: {want:?} wanted, {got:?}"));
+            }
+            tokens += want.n_tokens;
+        }
+    }
+    Ok(format!("{tokens} tokens"))
+}
+
+/// Microseconds by class of request, 1 row and 256, inside a graph.
+fn times(suite: &Suite, vocab: usize) -> Verdict {
+    let base = SamplerConfig::default;
+    let all = SamplerConfig {
+        temperature: 0.7,
+        top_k: 40,
+        top_p: 0.95,
+        min_p: 0.05,
+        presence: 0.1,
+        frequency: 0.1,
+        repetition: 1.1,
+        bias: (0..1024).map(|i| (i * 3, 0.1)).collect(),
+        ..base()
+    };
+    let classes = [
+        ("greedy", SamplerConfig { temperature: 0.0, ..base() }, 3.0),
+        ("temperature", SamplerConfig { temperature: 0.7, ..base() }, 3.0),
+        ("min_p", SamplerConfig { temperature: 0.7, min_p: 0.05, ..base() }, 3.0),
+        ("top_k 40", SamplerConfig { temperature: 0.7, top_k: 40, ..base() }, 3.0),
+        ("top_p", SamplerConfig { temperature: 0.7, top_p: 0.95, ..base() }, 3.0),
+        ("top_k 40, top_p, min_p", SamplerConfig { temperature: 0.7, top_k: 40, top_p: 0.95, min_p: 0.05, ..base() }, 3.0),
+        ("everything", all.clone(), 3.0),
+        ("everything, 20 logprobs", all, 3.0),
+        ("top_k 1000, top_p, flat", SamplerConfig { temperature: 0.7, top_k: 1000, top_p: 0.95, ..base() }, 0.5),
+        ("top_p, flat", SamplerConfig { temperature: 0.7, top_p: 0.95, ..base() }, 0.5),
+        ("top_k 1000, top_p, all equal", SamplerConfig { temperature: 0.7, top_k: 1000, top_p: 0.95, ..base() }, 0.0),
+    ];
+    let mut text = String::new();
+    for rows in [1, 256] {
+        let mut gpu = suite.gpu(limits(rows, 2 * BLOCK_TOKENS)).map_err(|error| error.to_string())?;
+        gpu.finish(&shape(vocab, 64)).map_err(|error| error.to_string())?;
+        let mut logits = gpu.alloc("logits", MemoryClass::Workspace, rows * vocab).map_err(|error| error.to_string())?;
+        for (name, sampling, scale) in &classes {
+            let mut rng = Rng(vocab as u64);
+            let one: Vec<f32> = (0..vocab * rows.min(4)).map(|_| rng.normal() * scale).collect();
+            let values: Vec<f32> = one.iter().copied().cycle().take(rows * vocab).collect();
+            gpu.write(&mut logits, &values).map_err(|error| error.to_string())?;
+            let admit = (0..rows).map(|slot| SlotInit {
+                slot: slot as u16,
+                generation: 1,
+                max_out: 50,
+                flags: 0,
+                stop_ids: vec![3],
+                sampling: SamplerConfig { seed: slot as u64, ..sampling.clone() },
+                blocks: vec![slot as u32 * 2],
+                penalty_prompt: (0..200).map(|_| rng.below(vocab) as u32).collect(),
+                pos: 0,
+                logprobs: name.contains("logprobs").then_some(20),
+                prompt_top: 0,
+            });
+            let table = (0..rows).map(|slot| decode_row(slot, 1)).collect();
+            let masks = (0..rows).filter(|_| name.contains("everything"));
+            let masks = masks.map(|slot| (slot as u16, vec![0xffff_fff7; vocab.div_ceil(32)])).collect();
+            let delta = StepDelta { admit: admit.collect(), rows: Some(table), masks, ..StepDelta::default() };
+            gpu.stage(&delta).map_err(|error| error.to_string())?;
+            let key = StepKey::new(rows as u32, rows as u32, CtxClass::Short, Part::Whole);
+            let us = gpu.bench(key, 20, &mut |dev| dev.sample(&mut logits, rows)).map_err(|error| error.to_string())?;
+            text += &format!("\n      {rows:3} rows, {name}: {us:.1} us");
+        }
+    }
+    Ok(text)
+}
