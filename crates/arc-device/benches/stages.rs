@@ -5,7 +5,7 @@
 
 use arc_device::cpu::Cpu;
 use arc_device::format::Format;
-use arc_device::ops::matmul::MatrixSource;
+use arc_device::ops::matmul::{Bytes, MatrixSource};
 use arc_device::step::{Limits, Row, StepDelta};
 use arc_device::{Alloc, Landing, MemoryClass, ModelShape, Norm, Ops};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
@@ -22,7 +22,7 @@ fn stages(criterion: &mut Criterion) {
         for rows in [1, 16, 256] {
             let limits = Limits { slots: 1, rows, heads: 1, context: 32, blocks: 1, ring: 2 };
             let mut dev = Cpu::new(threads, limits);
-            let source = MatrixSource { format, rows: OUT, cols: COLS, bytes: &bytes };
+            let source = MatrixSource { format, rows: OUT, cols: COLS, bytes: Bytes::Stored(&bytes) };
             let w = dev.matrix("w", &[source]).expect("loads");
             let norm = dev.vector("norm", &vec![1.0; COLS]).expect("loads");
             let mut x = dev.alloc::<f32>("x", MemoryClass::Workspace, rows * COLS).expect("allocates");

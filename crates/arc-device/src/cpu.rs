@@ -154,7 +154,7 @@ impl Alloc for Cpu {
             part.check(name)?;
             assert_eq!(part.cols, parts[0].cols, "parts of {name} have equal columns");
         }
-        let bytes = || parts.iter().map(|part| part.bytes.len() as u64).sum();
+        let bytes = || parts.iter().filter_map(MatrixSource::n_bytes).sum::<usize>() as u64;
         let matrix = PackedMatrix::pack(&mut self.team, parts).ok_or_else(|| no_room(name, bytes()))?;
         self.max_cols = self.max_cols.max(matrix.cols);
         self.note("matrices", MemoryClass::Weights, matrix.bytes() as u64);

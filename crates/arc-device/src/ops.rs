@@ -12,3 +12,4 @@ pub mod norm;
 pub mod quant;
 pub mod router;
 pub mod sample;
+pub mod synthetic;

@@ -151,7 +151,7 @@ impl Alloc for Trace {
             part.check(name)?;
             matrix.rows += part.rows;
             matrix.cols = part.cols;
-            matrix.bytes += part.bytes.len() as u64;
+            matrix.bytes += part.n_bytes().unwrap_or(0) as u64;
             let format = part.format.name();
             if !matrix.formats.split('+').any(|known| known == format) {
                 matrix.formats.push_str(if matrix.formats.is_empty() { "" } else { "+" });

@@ -42,12 +42,26 @@ pub mod cuda;
 pub(crate) mod kernel;
 pub(crate) mod pack;
 
+use std::borrow::Cow;
+
 use crate::format::Format;
+use crate::ops::synthetic::SyntheticRows;
 
 /// Values of `in` that are summed on their own before they join the total.
 pub const SLICE: usize = 256;
 
-/// Where a part of a matrix comes from: rows in a stored format, as they lie in the file.
+/// The bytes of a part of a matrix.
+#[derive(Debug, Clone, Copy)]
+pub enum Bytes<'a> {
+    /// As they lie in the file: `rows * format.row_bytes(cols)` bytes, row after row.
+    Stored(&'a [u8]),
+    /// As [`SyntheticRows`] says: a device may make them where it keeps them.
+    Synthetic(SyntheticRows),
+    /// Nothing: for a device that does not look at values ([`Alloc::READS_VALUES`](crate::Alloc::READS_VALUES)).
+    Absent,
+}
+
+/// Where a part of a matrix comes from: rows in a stored format.
 #[derive(Debug, Clone, Copy)]
 pub struct MatrixSource<'a> {
     /// How the rows are stored.
@@ -56,15 +70,51 @@ pub struct MatrixSource<'a> {
     pub rows: usize,
     /// Input columns.
     pub cols: usize,
-    /// `rows * format.row_bytes(cols)` bytes, row after row.
-    pub bytes: &'a [u8],
+    /// The rows.
+    pub bytes: Bytes<'a>,
 }
 
-impl MatrixSource<'_> {
+impl<'a> MatrixSource<'a> {
+    /// Bytes that the rows take; `None` where the columns are no whole number of blocks.
+    pub fn n_bytes(&self) -> Option<usize> {
+        self.format.row_bytes(self.cols).and_then(|row| row.checked_mul(self.rows))
+    }
+
+    /// The bytes on the host, made now where they are not stored. Of a checked source; panics where there are none.
+    pub fn stored(&self) -> Cow<'a, [u8]> {
+        match self.bytes {
+            Bytes::Stored(bytes) => Cow::Borrowed(bytes),
+            Bytes::Synthetic(rows) => {
+                let mut bytes = vec![0; self.n_bytes().expect("the source was checked")];
+                rows.fill(self.format, self.cols, &mut bytes);
+                Cow::Owned(bytes)
+            }
+            Bytes::Absent => panic!("a device that looks at values was given none"),
+        }
+    }
+
+    /// Rows `first .. first + rows` of a checked source.
+    pub fn rows(&self, first: usize, rows: usize) -> Self {
+        assert!(first + rows <= self.rows, "{first} + {rows} rows of {}", self.rows);
+        let bytes = match self.bytes {
+            Bytes::Stored(bytes) => {
+                let row = bytes.len() / self.rows.max(1);
+                Bytes::Stored(&bytes[first * row..(first + rows) * row])
+            }
+            Bytes::Synthetic(all) => Bytes::Synthetic(all.skip(first)),
+            Bytes::Absent => Bytes::Absent,
+        };
+        Self { rows, bytes, ..*self }
+    }
+
     /// Refuses a source whose bytes are not its shape's.
     pub(crate) fn check(&self, name: &str) -> crate::error::Result<()> {
-        let want = self.format.row_bytes(self.cols).and_then(|row| row.checked_mul(self.rows));
-        if want == Some(self.bytes.len()) {
+        let want = self.n_bytes();
+        let have = match self.bytes {
+            Bytes::Stored(bytes) => bytes.len(),
+            Bytes::Synthetic(_) | Bytes::Absent => want.unwrap_or(0),
+        };
+        if want == Some(have) {
             return Ok(());
         }
         Err(crate::error::DeviceError::MatrixSize {
@@ -73,7 +123,7 @@ impl MatrixSource<'_> {
             cols: self.cols,
             format: self.format.name(),
             want: want.unwrap_or(0) as u64,
-            have: self.bytes.len() as u64,
+            have: have as u64,
         })
     }
 }

@@ -20,6 +20,8 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::PathBuf;
 
+use arc_device::ops::synthetic::SyntheticRows;
+
 pub use sizes::{V4Layer, V4Sizes};
 use table::{Class, GgufNames, TensorSpec};
 
@@ -113,6 +115,11 @@ impl Synthetic {
     /// would lie in a file. Panics for rows that the tensor does not have.
     pub fn fill(&self, tensor: &TensorSpec, first_row: usize, out: &mut [u8]) {
         fill::fill(self.seed, tensor, first_row, out);
+    }
+
+    /// Rows `first_row ..` of a tensor for a device to make; `None` for a table of picks.
+    pub fn rows_of(&self, tensor: &TensorSpec, first_row: usize) -> Option<SyntheticRows> {
+        fill::rows(self.seed, tensor, first_row)
     }
 
     /// All bytes of a tensor.

@@ -13,7 +13,7 @@
 //! ```
 
 use arc_device::error::Result;
-use arc_device::ops::matmul::MatrixSource;
+use arc_device::ops::matmul::{Bytes, MatrixSource};
 use arc_device::step::{Limits, Part, StepKey};
 use arc_device::{Alloc, Buffers, KvLayer, MemoryClass, Norm, Ops, QkvConfig};
 
@@ -194,7 +194,7 @@ impl Loader<'_> {
                 format: tensor.format,
                 rows: tensor.rows(),
                 cols: tensor.cols(),
-                bytes: self.weights.bytes(tensor),
+                bytes: Bytes::Stored(self.weights.bytes(tensor)),
             })
             .collect();
         let matrix = dev.matrix(&self.names.tensor(parts[0].0, parts[0].1), &sources)?;

@@ -83,7 +83,8 @@ impl PackedMatrix {
 
 impl Part {
     fn pack(team: &mut Team, source: &MatrixSource<'_>, first_row: usize) -> Option<Part> {
-        let row_bytes = source.bytes.len() / source.rows.max(1);
+        let bytes = source.stored();
+        let row_bytes = bytes.len() / source.rows.max(1);
         let tile_bytes = TILE * row_bytes;
         let n_tiles = source.rows.div_ceil(TILE);
         let mut data = Aligned::try_streamed(n_tiles * tile_bytes)?;
@@ -93,7 +94,7 @@ impl Part {
             let n = TILE.min(source.rows - first);
             // SAFETY: tiles are disjoint, and each is packed by one task.
             let tile = unsafe { dst.slice_mut(t * tile_bytes, tile_bytes) };
-            let rows = &source.bytes[first * row_bytes..(first + n) * row_bytes];
+            let rows = &bytes[first * row_bytes..(first + n) * row_bytes];
             pack_tile(source.format, rows, row_bytes, tile);
         });
         Some(Part { format: source.format, first_row, rows: source.rows, tile_bytes, data })

@@ -1,6 +1,6 @@
-use super::MatrixSource;
 use super::cpu::{Activations, decode_row, matmul, quantise_row, store};
 use super::pack::PackedMatrix;
+use super::{Bytes, MatrixSource};
 use crate::cpu::buf::{Aligned, Shared};
 use crate::cpu::team::Team;
 use crate::format::{Coding, Format, Scales};
@@ -141,7 +141,8 @@ fn every_format_set_and_thread_count_gives_the_bits_of_the_text() {
                 let _forced = force_isa(isa);
                 for threads in [1, 3] {
                     let mut team = Team::new(threads);
-                    let w = pack(&mut team, &[MatrixSource { format, rows: n_out, cols, bytes: &bytes }]);
+                    let w =
+                        pack(&mut team, &[MatrixSource { format, rows: n_out, cols, bytes: Bytes::Stored(&bytes) }]);
                     for n in [1, 2, 3, 8, 13, rows] {
                         let got = run(&mut team, &w, &x[..n * cols], n);
                         let got: Vec<u32> = got.iter().map(|v| v.to_bits()).collect();
@@ -166,8 +167,11 @@ fn parts_of_several_formats_stand_one_after_the_other() {
     let cols = 256;
     let formats = [(Format::Q4_1, 20), (Format::Q6K, 5), (Format::F16, 33)];
     let bytes: Vec<Vec<u8>> = formats.iter().map(|&(f, n)| random_rows(f, n, cols, &mut random)).collect();
-    let sources: Vec<MatrixSource<'_>> =
-        formats.iter().zip(&bytes).map(|(&(format, rows), bytes)| MatrixSource { format, rows, cols, bytes }).collect();
+    let sources: Vec<MatrixSource<'_>> = formats
+        .iter()
+        .zip(&bytes)
+        .map(|(&(format, rows), bytes)| MatrixSource { format, rows, cols, bytes: Bytes::Stored(bytes) })
+        .collect();
     let mut team = Team::new(2);
     let w = pack(&mut team, &sources);
     assert_eq!(w.rows, 58);
@@ -175,10 +179,11 @@ fn parts_of_several_formats_stand_one_after_the_other() {
     let got = run(&mut team, &w, &x, 1);
     let mut n = 0;
     for source in sources {
-        let row_bytes = source.bytes.len() / source.rows;
+        let bytes = source.stored();
+        let row_bytes = bytes.len() / source.rows;
         let mut decoded = vec![0.0; cols];
         let mut packed = vec![0.0; cols];
-        for row in source.bytes.chunks_exact(row_bytes) {
+        for row in bytes.chunks_exact(row_bytes) {
             assert_eq!(got[n].to_bits(), by_the_text(source.format, row, &x).to_bits(), "row {n}");
             source.format.decode_row(row, &mut decoded);
             decode_row(&w, n, &mut packed);
@@ -196,7 +201,7 @@ fn every_format_survives_packing() {
     for format in Format::ALL {
         let bytes = random_rows(format, 19, cols, &mut random);
         let mut team = Team::new(2);
-        let w = pack(&mut team, &[MatrixSource { format, rows: 19, cols, bytes: &bytes }]);
+        let w = pack(&mut team, &[MatrixSource { format, rows: 19, cols, bytes: Bytes::Stored(&bytes) }]);
         assert_eq!(w.bytes(), bytes.len() / 19 * 32, "{}: packing adds padding rows and nothing else", format.name());
         for (n, row) in bytes.chunks_exact(bytes.len() / 19).enumerate() {
             let (mut want, mut got) = (vec![0.0; cols], vec![1.0; cols]);
@@ -234,7 +239,7 @@ fn extreme_codes_and_activations_do_not_saturate() {
                 for &isa in Isa::available() {
                     let _forced = force_isa(isa);
                     let mut team = Team::new(1);
-                    let w = pack(&mut team, &[MatrixSource { format, rows: 1, cols, bytes: &bytes }]);
+                    let w = pack(&mut team, &[MatrixSource { format, rows: 1, cols, bytes: Bytes::Stored(&bytes) }]);
                     let got = run(&mut team, &w, &x, 1)[0];
                     assert_eq!(got.to_bits(), want.to_bits(), "{} fill {fill:#x} sign {sign} {isa:?}", format.name());
                 }
@@ -250,7 +255,7 @@ fn a_poisoned_block_makes_its_row_nan_and_no_other() {
         let cols = 256;
         let bytes = random_rows(format, 16, cols, &mut random);
         let mut team = Team::new(2);
-        let w = pack(&mut team, &[MatrixSource { format, rows: 16, cols, bytes: &bytes }]);
+        let w = pack(&mut team, &[MatrixSource { format, rows: 16, cols, bytes: Bytes::Stored(&bytes) }]);
         for poison in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut x: Vec<f32> = (0..3 * cols).map(|_| random.unit()).collect();
             let clean = run(&mut team, &w, &x, 3);

@@ -6,9 +6,9 @@
 //! | F8_E4M3 `[out, in]` | `.scale` F8_E8M0, one for 128 x 128 | FP8 |
 //! | I8 `[out, in / 2]`: two FP4 (E2M1) codes a byte, the even column low | `.scale` F8_E8M0, one for 32 of a row | MXFP4, or BF16 |
 //!
-//! GGUF files have names of their own ([`GgufNames`]), experts merged into one tensor, and integer-coded formats. Of a model
-//! without a file, rows are made when they are asked for. For a device on paper nothing is read or made: names, types and
-//! shapes are checked, and it is given zeros.
+//! GGUF files have names of their own ([`GgufNames`]), experts merged into one tensor, and integer-coded formats. The rows
+//! of a model without a file are made by the device that keeps them ([`Bytes::Synthetic`]). For a device on paper nothing is
+//! read or made: names, types and shapes are checked.
 //!
 //! FP8 and MXFP4 keep every bit ([`repack`]). Products with integer-coded weights read int8 inputs, so that f32 inputs
 //! need their values as floats: F32, or for MXFP4 BF16, which is exact, since a code has two significant bits, BF16 has
@@ -21,7 +21,8 @@ use std::path::Path;
 use arc_device::Alloc;
 use arc_device::format::half::{bf16_to_f32, f32_to_bf16};
 use arc_device::format::{Coding, Format, repack};
-use arc_device::ops::matmul::MatrixSource;
+use arc_device::ops::matmul::{Bytes, MatrixSource};
+use arc_device::ops::synthetic::SyntheticRows;
 
 use crate::load::synthetic::Synthetic;
 use crate::load::synthetic::table::{GgufNames, TensorSpec};
@@ -33,14 +34,24 @@ pub struct Source<'a> {
     format: Format,
     rows: usize,
     cols: usize,
-    /// `None` for a device that looks at none.
-    bytes: Option<Cow<'a, [u8]>>,
+    bytes: SourceBytes<'a>,
     /// The file's tensor, where the bytes are its own.
     tensor: Option<TensorRef>,
 }
 
-/// Bytes of zeros that a device on paper is given at a time.
-const ZEROS: usize = 1 << 20;
+/// What [`Bytes`] a source becomes.
+enum SourceBytes<'a> {
+    Host(Cow<'a, [u8]>),
+    Synthetic(SyntheticRows),
+    Absent,
+}
+
+impl<'a> From<Option<Cow<'a, [u8]>>> for SourceBytes<'a> {
+    /// `None` for a device that looks at none.
+    fn from(bytes: Option<Cow<'a, [u8]>>) -> Self {
+        bytes.map_or(SourceBytes::Absent, SourceBytes::Host)
+    }
+}
 
 /// Where the tensors are.
 #[derive(Clone, Copy)]
@@ -165,16 +176,16 @@ impl<'a> Reader<'a> {
                 bad(self.path(), &format!("matrix {name:?}"), problem)
             })
         };
-        let bytes = source.bytes.as_deref().map(floats).transpose()?;
-        Ok(Source { format: to, bytes, ..source })
+        let bytes = if self.reads { Some(floats(&source.whole().stored())?) } else { None };
+        Ok(Source { format: to, bytes: bytes.into(), ..source })
     }
 
     fn made_source(&self, model: &'a Synthetic, name: &str, rows: usize, cols: usize) -> Result<Source<'_>, LoadError> {
         let (tensor, range) = self.made(model, &format!("{name}.weight"), &[rows, cols])?;
         let integers = || bad(self.path(), &format!("tensor {:?}", tensor.name), "holds integers".to_owned());
         let format = tensor.format.ok_or_else(integers)?;
-        let bytes = self.reads.then(|| Cow::Owned(model.rows(tensor, range)));
-        Ok(Source { format, rows, cols, bytes, tensor: None })
+        let made = model.rows_of(tensor, range.start).ok_or_else(integers)?;
+        Ok(Source { format, rows, cols, bytes: SourceBytes::Synthetic(made), tensor: None })
     }
 
     fn gguf_source(&self, weights: &'a Weights, name: &str, rows: usize, cols: usize) -> Result<Source<'a>, LoadError> {
@@ -188,13 +199,13 @@ impl<'a> Reader<'a> {
         let (format, found) = (tensor.format, self.find(weights, &name)?);
         let Some(expert) = expert else {
             let bytes = self.reads.then(|| Cow::Borrowed(weights.raw_bytes(found)));
-            return Ok(Source { format, rows, cols, bytes, tensor: Some(tensor) });
+            return Ok(Source { format, rows, cols, bytes: bytes.into(), tensor: Some(tensor) });
         };
         let each = tensor.n_bytes() / self.experts;
         let bytes = self.reads.then(|| Cow::Borrowed(weights.part_bytes(found, expert * each..(expert + 1) * each)));
         // The pages of all experts go with the last one.
         let tensor = (expert + 1 == self.experts).then_some(tensor);
-        Ok(Source { format, rows, cols, bytes, tensor })
+        Ok(Source { format, rows, cols, bytes: bytes.into(), tensor })
     }
 
     /// Every row's first or second half.
@@ -216,7 +227,7 @@ impl<'a> Reader<'a> {
             all.chunks_exact(2 * half).flat_map(|row| &row[place * half..(place + 1) * half]).copied().collect()
         };
         let bytes = self.reads.then(|| Cow::Owned(cut(weights.bytes(&tensor))));
-        Ok(Source { format, rows, cols, bytes, tensor: (place == 1).then_some(tensor) })
+        Ok(Source { format, rows, cols, bytes: bytes.into(), tensor: (place == 1).then_some(tensor) })
     }
 
     fn released_source(
@@ -235,7 +246,7 @@ impl<'a> Reader<'a> {
                 let tensor = weights.tensor_of_shape(&weight, &[rows, cols])?;
                 let found = self.find(weights, &weight)?;
                 let bytes = self.reads.then(|| Cow::Borrowed(weights.raw_bytes(found)));
-                return Ok(Source { format: tensor.format, rows, cols, bytes, tensor: Some(tensor) });
+                return Ok(Source { format: tensor.format, rows, cols, bytes: bytes.into(), tensor: Some(tensor) });
             }
         };
         self.shaped(tensor, &[rows, cols / per_code])?;
@@ -256,13 +267,12 @@ impl<'a> Reader<'a> {
         let bytes = bytes.map_err(|problem| {
             bad(self.path(), &format!("tensor {weight:?}"), format!("does not fit {:?}: {problem}", scale.name))
         })?;
-        Ok(Source { format, rows, cols, bytes: bytes.map(Cow::Owned), tensor: None })
+        Ok(Source { format, rows, cols, bytes: bytes.map(Cow::Owned).into(), tensor: None })
     }
 
     /// Loads sources, stacked along the outputs, as one matrix.
     pub fn matrix<D: Alloc>(&self, dev: &mut D, name: &str, sources: &[Source<'_>]) -> Result<D::Matrix, LoadError> {
-        let zeros = vec![0; sources.iter().map(Source::zeros).max().unwrap_or(0)];
-        let parts: Vec<MatrixSource<'_>> = sources.iter().flat_map(|source| source.parts(1, &zeros)).collect();
+        let parts: Vec<MatrixSource<'_>> = sources.iter().map(Source::whole).collect();
         let matrix = dev.matrix(name, &parts)?;
         sources.iter().for_each(|source| self.release(source));
         Ok(matrix)
@@ -282,7 +292,9 @@ impl<'a> Reader<'a> {
         source: &Source<'_>,
         parts: usize,
     ) -> Result<D::Matrix, LoadError> {
-        let matrix = dev.matrix(name, &source.parts(parts, &vec![0; source.zeros()]))?;
+        let (whole, each) = (source.whole(), source.rows / parts);
+        let parts: Vec<MatrixSource<'_>> = (0..parts).map(|i| whole.rows(i * each, each)).collect();
+        let matrix = dev.matrix(name, &parts)?;
         self.release(source);
         Ok(matrix)
     }
@@ -352,33 +364,13 @@ impl<'a> Reader<'a> {
 }
 
 impl Source<'_> {
-    fn row_bytes(&self) -> usize {
-        self.format.row_bytes(self.cols).expect("rows were checked to be whole blocks")
-    }
-
-    /// Rows that [`ZEROS`] stand for; a long row at least once.
-    fn rows_of_zeros(&self) -> usize {
-        (ZEROS / self.row_bytes().max(1)).clamp(1, self.rows.max(1))
-    }
-
-    /// Zeros that [`Self::parts`] asks for.
-    fn zeros(&self) -> usize {
-        if self.bytes.is_some() { 0 } else { self.rows_of_zeros() * self.row_bytes() }
-    }
-
-    /// Its rows in `n` equal parts, or where there are no bytes, in as many as zeros allow.
-    fn parts<'a>(&'a self, n: usize, zeros: &'a [u8]) -> Vec<MatrixSource<'a>> {
-        let row_bytes = self.row_bytes();
-        let each = if self.bytes.is_some() { self.rows / n } else { self.rows_of_zeros() };
-        let part = |first: usize| {
-            let rows = each.min(self.rows - first);
-            let bytes = match &self.bytes {
-                Some(bytes) => &bytes[first * row_bytes..(first + rows) * row_bytes],
-                None => &zeros[..rows * row_bytes],
-            };
-            MatrixSource { format: self.format, rows, cols: self.cols, bytes }
+    fn whole(&self) -> MatrixSource<'_> {
+        let bytes = match &self.bytes {
+            SourceBytes::Host(bytes) => Bytes::Stored(bytes),
+            SourceBytes::Synthetic(rows) => Bytes::Synthetic(*rows),
+            SourceBytes::Absent => Bytes::Absent,
         };
-        (0..self.rows).step_by(each.max(1)).map(part).collect()
+        MatrixSource { format: self.format, rows: self.rows, cols: self.cols, bytes }
     }
 }
 
