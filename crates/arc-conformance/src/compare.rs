@@ -16,6 +16,13 @@ pub fn equal_bits(want: &[f32], got: &[f32]) -> Verdict {
     }
 }
 
+/// The same bits everywhere, and a NaN where there is one: processors disagree about the bits of a NaN.
+pub fn equal_or_nan(want: &[f32], got: &[f32]) -> Verdict {
+    let canon = |x: &f32| if x.is_nan() { f32::NAN } else { *x };
+    let canon = |values: &[f32]| values.iter().map(canon).collect::<Vec<_>>();
+    equal_bits(&canon(want), &canon(got))
+}
+
 /// The same values of any kind.
 pub fn equal<T: PartialEq + std::fmt::Debug>(want: &[T], got: &[T]) -> Verdict {
     if want.len() != got.len() {

@@ -12,6 +12,7 @@
 
 mod compare;
 mod faults;
+mod hc;
 mod inputs;
 mod kv;
 mod matmul;
@@ -60,6 +61,7 @@ fn main() -> ExitCode {
     state::cases(&mut suite);
     faults::cases(&mut suite);
     models::cases(&mut suite, &models);
+    hc::cases(&mut suite);
     suite.finish()
 }
 

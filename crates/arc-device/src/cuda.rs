@@ -175,6 +175,7 @@ pub struct Cuda {
     chute: Option<upload::Chute>,
     pub(crate) matmul: crate::ops::matmul::cuda::Workspace,
     pub(crate) kv: crate::ops::kv::cuda::Workspace,
+    pub(crate) hc: crate::ops::hc::cuda::Workspace,
 }
 
 impl Cuda {
@@ -198,6 +199,7 @@ impl Cuda {
             chute: None,
             matmul: crate::ops::matmul::cuda::Workspace::default(),
             kv: crate::ops::kv::cuda::Workspace::default(),
+            hc: crate::ops::hc::cuda::Workspace::default(),
         })
     }
 
@@ -460,6 +462,7 @@ impl Alloc for Cuda {
         self.chute = None;
         self.matmul = crate::ops::matmul::cuda::Workspace::new(self, shape)?;
         self.kv = crate::ops::kv::cuda::Workspace::new(self)?;
+        self.hc = crate::ops::hc::cuda::Workspace::new(self, shape)?;
         self.driver.synchronize("load")?;
         Ok(())
     }

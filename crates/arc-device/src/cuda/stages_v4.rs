@@ -4,6 +4,7 @@ use super::stages::todo;
 use super::{Cuda, Grid, args, kernel};
 use crate::error::Result;
 use crate::ops::hc::{HcConfig, STREAMS};
+use crate::ops::hc::{self, HcConfig};
 use crate::ops::quant::Inputs;
 use crate::ops_v4::{
     DraftWeights, ExpertConfig, ExpertWeights, ExpertWork, HcHead, HcSite, Incoming, LatentLayer, LatentState,
@@ -14,15 +15,15 @@ use crate::Norm;
 impl OpsV4 for Cuda {
     fn hc_site(
         &mut self,
-        _h: &mut Self::Buf<f32>,
-        _streams: &mut Streams<Self>,
-        _incoming: Incoming<'_, Self>,
-        _site: &HcSite<Self>,
-        _cfg: &HcConfig,
-        _norm: Norm<'_, Self>,
-        _rows: usize,
+        h: &mut Self::Buf<f32>,
+        streams: &mut Streams<Self>,
+        incoming: Incoming<'_, Self>,
+        site: &HcSite<Self>,
+        cfg: &HcConfig,
+        norm: Norm<'_, Self>,
+        rows: usize,
     ) -> Result<()> {
-        Err(todo("hc_site"))
+        hc::cuda::site(self, h, streams, incoming, site, cfg, norm, rows)
     }
 
     fn attn_in(
@@ -126,14 +127,14 @@ impl OpsV4 for Cuda {
 
     fn hc_head(
         &mut self,
-        _out: &mut Self::Buf<f32>,
-        _streams: &mut Streams<Self>,
-        _y: &Self::Buf<f32>,
-        _head: &HcHead<Self>,
-        _cfg: &HcConfig,
-        _rows: usize,
+        out: &mut Self::Buf<f32>,
+        streams: &mut Streams<Self>,
+        y: &Self::Buf<f32>,
+        head: &HcHead<Self>,
+        cfg: &HcConfig,
+        rows: usize,
     ) -> Result<()> {
-        Err(todo("hc_head"))
+        hc::cuda::head(self, out, streams, y, head, cfg, rows)
     }
 
     fn embed_next(&mut self, _out: &mut Self::Buf<f32>, _table: &Self::Matrix, _rows: usize) -> Result<()> {

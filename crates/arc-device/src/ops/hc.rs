@@ -111,5 +111,6 @@ multiversion! {
     }
 }
 
+pub(crate) mod cuda;
 #[cfg(test)]
 mod tests;

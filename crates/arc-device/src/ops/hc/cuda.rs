@@ -1,0 +1,200 @@
+//! Hyper-connection sites on the GPU.
+
+use super::{HcConfig, MIXES, STREAMS};
+use crate::cuda::{Arg, Cuda, CudaBuf, Grid, args, kernel};
+use crate::error::Result;
+use crate::math::SUM_CHUNK;
+use crate::ops_v4::{HcHead, HcSite, Incoming, Streams};
+use crate::{MemoryClass, ModelShape, Norm};
+
+/// Blocks of a row's cluster, one a chunk of the streams.
+const CLUSTER: usize = 16;
+/// Width of a stream that a cluster takes.
+const CLUSTER_DIM: usize = CLUSTER / STREAMS * SUM_CHUNK;
+/// Rows that clusters take; more go through two kernels that read the mixing matrix once for several rows. Measured.
+const CLUSTER_ROWS: usize = 8;
+/// Warps beside the one for the statistic.
+const WARPS: u32 = 8;
+
+/// Memory that sites need beside their operands.
+#[derive(Default)]
+pub(crate) struct Workspace {
+    /// `[rows, chunks of the streams, MIXES + 1]`: chunk sums of the mixing values, then of the squares.
+    partial: Option<CudaBuf<f32>>,
+}
+
+impl Workspace {
+    /// For the largest step. Only models that gather have streams.
+    pub(crate) fn new(dev: &mut Cuda, shape: &ModelShape) -> Result<Workspace> {
+        let chunks = STREAMS * shape.hidden / SUM_CHUNK;
+        if shape.gathered == 0 || chunks == 0 {
+            return Ok(Workspace::default());
+        }
+        let len = dev.limits.rows * chunks * (MIXES + 1);
+        Ok(Workspace { partial: Some(dev.take("chunk sums", MemoryClass::Workspace, len)?) })
+    }
+}
+
+/// How the rows of a step are shared out.
+enum Plan {
+    /// One kernel, a cluster a row.
+    Cluster,
+    /// Two kernels, so many rows a block in the first.
+    Rows(u32),
+    /// One kernel, a block a row.
+    Any,
+}
+
+impl Plan {
+    fn of(cfg: &HcConfig, rows: usize) -> Plan {
+        if cfg.dim == CLUSTER_DIM && rows <= CLUSTER_ROWS {
+            return Plan::Cluster;
+        }
+        if !cfg.dim.is_multiple_of(SUM_CHUNK) {
+            return Plan::Any;
+        }
+        // One wave of blocks where that can be: every block reads the mixing matrix of its columns.
+        let blocks = rows * (cfg.dim / SUM_CHUNK);
+        Plan::Rows([1, 2, 4].into_iter().find(|&per| blocks / per as usize <= 132).unwrap_or(8))
+    }
+}
+
+/// What [`crate::ops_v4::OpsV4::hc_site`] does.
+pub(crate) fn site(
+    dev: &mut Cuda,
+    h: &mut CudaBuf<f32>,
+    streams: &mut Streams<Cuda>,
+    incoming: Incoming<'_, Cuda>,
+    site: &HcSite<Cuda>,
+    cfg: &HcConfig,
+    norm: Norm<'_, Cuda>,
+    rows: usize,
+) -> Result<()> {
+    let dim = cfg.dim;
+    assert!(h.len() >= rows * dim && streams.x.len() >= rows * STREAMS * dim, "streams of {rows} rows of {dim}");
+    assert!(streams.mixing.len() >= rows * MIXES && site.mix.len() == MIXES * STREAMS * dim, "mixing values of a site");
+    assert!(site.base.len() == MIXES && site.scale.len() == 3 && norm.weight.len() == dim, "vectors of a site");
+    let (incoming, y) = match incoming {
+        Incoming::Embedding(e) => (0u32, e.ptr()),
+        Incoming::Output(y) => (1, y.ptr()),
+        Incoming::Nothing => (2, streams.x.ptr()),
+    };
+    let (x, mixing, mix) = (streams.x.ptr(), streams.mixing.ptr(), site.mix.ptr());
+    let (base, scale, weight) = (site.base.ptr(), site.scale.ptr(), norm.weight.ptr());
+    let (n, width, iterations) = (rows as u32, dim as u32, cfg.iterations as u32);
+    match Plan::of(cfg, rows) {
+        Plan::Cluster => {
+            let grid = Grid::new(n * CLUSTER as u32, 32 * (WARPS + 1)).cluster(CLUSTER as u32);
+            let args: &[Arg<'_>] = args![
+                h.ptr(),
+                x,
+                mixing,
+                y,
+                mix,
+                base,
+                scale,
+                weight,
+                incoming,
+                iterations,
+                cfg.eps,
+                cfg.norm_eps,
+                norm.eps
+            ];
+            dev.launch(kernel!("arc_hc_site_cluster"), grid, args)
+        }
+        Plan::Rows(per) => {
+            let partial = partial(dev, rows * STREAMS * dim / SUM_CHUNK * (MIXES + 1));
+            let kernel = match per {
+                1 => kernel!("arc_hc_site_mix_1"),
+                2 => kernel!("arc_hc_site_mix_2"),
+                4 => kernel!("arc_hc_site_mix_4"),
+                _ => kernel!("arc_hc_site_mix_8"),
+            };
+            let shared = per * (4 * STREAMS * SUM_CHUNK) as u32;
+            let grid = Grid::xy(width / SUM_CHUNK as u32, n.div_ceil(per), 32 * WARPS).shared(shared);
+            dev.launch(kernel, grid, args![partial, x, mixing, y, mix, width, incoming, n])?;
+            let grid = Grid::new(n, 32 * (WARPS + 1)).shared(4 * width);
+            let args: &[Arg<'_>] = args![
+                h.ptr(),
+                x,
+                mixing,
+                partial,
+                base,
+                scale,
+                weight,
+                width,
+                iterations,
+                cfg.eps,
+                cfg.norm_eps,
+                norm.eps
+            ];
+            dev.launch(kernel!("arc_hc_site_rows"), grid, args)
+        }
+        Plan::Any => {
+            let grid = Grid::new(n, 32 * WARPS).shared((4 * STREAMS * dim) as u32);
+            let args: &[Arg<'_>] = args![
+                h.ptr(),
+                x,
+                mixing,
+                y,
+                mix,
+                base,
+                scale,
+                weight,
+                width,
+                incoming,
+                iterations,
+                cfg.eps,
+                cfg.norm_eps,
+                norm.eps
+            ];
+            dev.launch(kernel!("arc_hc_site_any"), grid, args)
+        }
+    }
+}
+
+/// What [`crate::ops_v4::OpsV4::hc_head`] does, for every row.
+pub(crate) fn head(
+    dev: &mut Cuda,
+    out: &mut CudaBuf<f32>,
+    streams: &mut Streams<Cuda>,
+    y: &CudaBuf<f32>,
+    head: &HcHead<Cuda>,
+    cfg: &HcConfig,
+    rows: usize,
+) -> Result<()> {
+    let dim = cfg.dim;
+    assert!(out.len() >= rows * dim && y.len() >= rows * dim, "{rows} rows of {dim}");
+    assert!(streams.x.len() >= rows * STREAMS * dim && streams.mixing.len() >= rows * MIXES, "streams of {rows} rows");
+    assert!(head.mix.len() == STREAMS * STREAMS * dim && head.base.len() == STREAMS, "weights of a head");
+    let (x, mixing, mix) = (streams.x.ptr(), streams.mixing.ptr(), head.mix.ptr());
+    let (base, scale) = (head.base.ptr(), head.scale.ptr());
+    let (n, width) = (rows as u32, dim as u32);
+    match Plan::of(cfg, rows) {
+        Plan::Cluster => {
+            let grid = Grid::new(n * CLUSTER as u32, 32 * (WARPS + 1)).cluster(CLUSTER as u32);
+            let args = args![out.ptr(), x, mixing, y.ptr(), mix, base, scale, cfg.eps, cfg.norm_eps];
+            dev.launch(kernel!("arc_hc_head_cluster"), grid, args)
+        }
+        Plan::Rows(_) => {
+            let partial = partial(dev, rows * STREAMS * dim / SUM_CHUNK * (MIXES + 1));
+            let shared = 4 * (4 * STREAMS * SUM_CHUNK) as u32;
+            let grid = Grid::xy(width / SUM_CHUNK as u32, n.div_ceil(4), 32 * WARPS).shared(shared);
+            dev.launch(kernel!("arc_hc_head_mix"), grid, args![partial, x, mixing, y.ptr(), mix, width, n])?;
+            let args = args![out.ptr(), x, partial, base, scale, width, cfg.eps, cfg.norm_eps];
+            dev.launch(kernel!("arc_hc_head_rows"), Grid::new(n, 32 * WARPS), args)
+        }
+        Plan::Any => {
+            let grid = Grid::new(n, 32 * WARPS).shared((4 * STREAMS * dim) as u32);
+            let args = args![out.ptr(), x, mixing, y.ptr(), mix, base, scale, width, cfg.eps, cfg.norm_eps];
+            dev.launch(kernel!("arc_hc_head_any"), grid, args)
+        }
+    }
+}
+
+/// Where chunk sums go.
+fn partial(dev: &Cuda, len: usize) -> u64 {
+    let partial = dev.hc.partial.as_ref().expect("`finish` was told that the model gathers");
+    assert!(partial.len() >= len, "{len} chunk sums, room for {}", partial.len());
+    partial.ptr()
+}

@@ -1,0 +1,410 @@
+// Hyper-connection sites. Exact: the bits of hc.rs, norm.rs and math::sum.
+//
+// One decoded row:     arc_hc_site_cluster, arc_hc_head_cluster: 16 blocks of a cluster a row, dim 4096.
+// Many rows:           hc_mix_rows, then arc_hc_site_rows or arc_hc_head_rows: any dim of whole chunks.
+// Any other dim:       arc_hc_site_any, arc_hc_head_any: a block a row. The plain version, and the first rung.
+#include "../../pdl.cuh"
+#include "hc.cuh"
+
+using namespace arc;
+using namespace arc::hc;
+
+namespace {
+
+// Partial sums of a token: one a chunk for every mixing value, and the last for the statistic.
+constexpr int kSums = kMixes + 1;
+
+// What the streams of four columns are when the site begins, in registers.
+__device__ __forceinline__ void take(float4 (&x)[kStreams], unsigned incoming, const float* xs, const float* y,
+                                     const float* mixing, unsigned dim, unsigned column) {
+    if (incoming == kEmbedding) {
+        const float4 e = *reinterpret_cast<const float4*>(y + column);
+#pragma unroll
+        for (int k = 0; k < kStreams; ++k) x[k] = e;
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < kStreams; ++k) x[k] = *reinterpret_cast<const float4*>(xs + k * dim + column);
+    if (incoming == kOutput) {
+        Mixing m;
+        m.load(mixing);
+        expand4(x, m, *reinterpret_cast<const float4*>(y + column));
+    }
+}
+
+// Lane i < COUNT gets the total of mixing value i times the statistic's factor, from chunk sums `sums[i * stride + c]`, the
+// squares behind the last value. Called by whole warps.
+template <int COUNT>
+__device__ __forceinline__ float raw_mix(const float* sums, int stride, int step, int chunks, float n, float eps) {
+    const int lane = threadIdx.x & 31, row = lane <= COUNT ? lane : 0;
+    float total = 0.0f;
+    for (int c = 0; c < chunks; ++c) total = __fadd_rn(total, sums[row * stride + c * step]);
+    const float factor = norm_factor(__shfl_sync(kFullWarp, total, COUNT), n, eps);
+    return __fmul_rn(total, factor);
+}
+
+// `pre` of a site or of the head, in every lane, from lanes that hold scaled values.
+__device__ __forceinline__ void pre_of(float (&pre)[kStreams], float value, float eps) {
+    const float p = __fadd_rn(sigmoid(value), eps);
+#pragma unroll
+    for (int k = 0; k < kStreams; ++k) pre[k] = __shfl_sync(kFullWarp, p, k);
+}
+
+// Writes a token's mixing values from the scaled ones that the lanes hold. One warp.
+__device__ __forceinline__ void write_mixing(float* mixing, float value, unsigned iterations, float eps) {
+    const int lane = threadIdx.x & 31;
+    const float s = sigmoid(value);
+    if (lane < kStreams) mixing[lane] = __fadd_rn(s, eps);
+    else if (lane < kComb) mixing[lane] = __fmul_rn(2.0f, s);
+    const float comb = sinkhorn(__shfl_sync(kFullWarp, value, kComb + (lane & 15)), iterations, eps);
+    if (lane < 16) mixing[kComb + lane] = comb;
+}
+
+constexpr int kClusterBlocks = 16;
+constexpr int kClusterDim = kClusterBlocks / kStreams * kSumChunk;
+// Warps that hold mixing rows, three each, and one for the statistic and the Sinkhorn iterations.
+constexpr int kMixWarps = 8;
+constexpr int kThreads = 32 * (kMixWarps + 1);
+
+__device__ __forceinline__ unsigned cluster_rank() {
+    unsigned rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Stores to the same variable of another block of the cluster.
+__device__ __forceinline__ void store_remote(float* local, unsigned rank, float value) {
+    unsigned at = (unsigned)__cvta_generic_to_shared(local), remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(at), "r"(rank));
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+}
+
+// One row by a cluster: block (k, q) has chunk q of stream k for the mixing values, and columns 1024 q .. of all streams
+// in registers, which three others have too. Two exchanges: the chunk sums, and the squares of the norm.
+//
+// PER_WARP: mixing rows a warp holds in registers, loaded before the wait. Site: 3 x 8; head: 1 x 4.
+template <int COUNT, int PER_WARP, bool SITE>
+__device__ __forceinline__ void by_cluster(float* out, float* streams, float* mixing_rows, const float* ys,
+                                           const float* mix, const float* base, const float* scale,
+                                           const float* weight, unsigned incoming, unsigned iterations, float eps,
+                                           float norm_eps, float out_eps) {
+    constexpr unsigned dim = kClusterDim, n = kStreams * dim;
+    __shared__ __align__(16) float chunk[kSumChunk], collapsed[kSumChunk], sums[COUNT + 1][kClusterBlocks + 1];
+    __shared__ float squares[kStreams];
+    pdl_launch();
+    cluster_arrive();
+    const unsigned rank = cluster_rank(), k = rank / kStreams, q = rank % kStreams;
+    const int t = threadIdx.x, warp = t / 32, lane = t % 32;
+    const unsigned column = q * kSumChunk + 4 * t;
+    float4 w[PER_WARP][kChunkReads], norm_weight;
+    const bool mixes = warp * PER_WARP < COUNT && warp < kMixWarps;
+    if (mixes) {
+#pragma unroll
+        for (int m = 0; m < PER_WARP; ++m) {
+            const float* from = mix + (size_t)(warp * PER_WARP + m) * n + rank * kSumChunk;
+#pragma unroll
+            for (int j = 0; j < kChunkReads; ++j) w[m][j] = __ldg(reinterpret_cast<const float4*>(from) + lane + 32 * j);
+        }
+    }
+    // The block writes the k-th quarter of its columns.
+    const bool writes = t / (kSumChunk / 16) == (int)k;
+    if (SITE && writes) norm_weight = __ldg(reinterpret_cast<const float4*>(weight + column));
+    const float lane_scale = lane < COUNT ? __ldg(scale + (lane / kStreams < 2 ? lane / kStreams : 2)) : 0.0f;
+    const float lane_base = lane < COUNT ? __ldg(base + lane) : 0.0f;
+    pdl_wait();
+
+    const size_t row = blockIdx.x / kClusterBlocks;
+    float* xs = streams + row * n;
+    float* mixing = mixing_rows + row * kMixes;
+    float4 x[kStreams];
+    if (t < kSumChunk / 4) {
+        take(x, incoming, xs, ys + row * dim, mixing, dim, column);
+        const float4 mine = k < 2 ? (k == 0 ? x[0] : x[1]) : (k == 2 ? x[2] : x[3]);
+        reinterpret_cast<float4*>(chunk)[t] = mine;
+    }
+    __syncthreads();
+    // Before a block stores to another, that one must run.
+    cluster_wait();
+    if (mixes) {
+        float4 v[PER_WARP];
+        float s[PER_WARP];
+        const float4* f = reinterpret_cast<const float4*>(chunk) + lane;
+#pragma unroll
+        for (int m = 0; m < PER_WARP; ++m) v[m] = fold_chunk4([&](int j) { return mul4(w[m][j], f[32 * j]); });
+        sum_lanes4(v, s);
+        if (lane < kClusterBlocks) {
+#pragma unroll
+            for (int m = 0; m < PER_WARP; ++m) store_remote(&sums[warp * PER_WARP + m][rank], lane, s[m]);
+        }
+    } else if (warp == kMixWarps) {
+        const float s = sum_sq_chunk4(chunk);
+        if (lane < kClusterBlocks) store_remote(&sums[COUNT][rank], lane, s);
+    }
+    cluster_arrive();
+    cluster_wait();
+
+    // Everybody has read the streams and the old mixing values.
+    const float raw = raw_mix<COUNT>(&sums[0][0], kClusterBlocks + 1, 1, kClusterBlocks, (float)n, norm_eps);
+    const float value = __fadd_rn(__fmul_rn(raw, lane_scale), lane_base);
+    if (warp == kMixWarps) {
+        if (SITE) {
+            cluster_arrive();
+            if (rank == 0) write_mixing(mixing, value, iterations, eps);
+            cluster_wait();
+        }
+        return;
+    }
+    float pre[kStreams];
+    pre_of(pre, value, eps);
+    const float4 y = collapse4(pre, x);
+    if (incoming != kNothing) *reinterpret_cast<float4*>(xs + k * dim + column) = reinterpret_cast<float4*>(chunk)[t];
+    float4* to = reinterpret_cast<float4*>(out + row * dim + column);
+    if (!SITE) {
+        if (writes) *to = y;
+        return;
+    }
+    reinterpret_cast<float4*>(collapsed)[t] = y;
+    asm volatile("bar.sync 1, %0;" ::"n"(32 * kMixWarps) : "memory");
+    if (warp == 0) {
+        const float s = sum_sq_chunk4(collapsed);
+        if (lane < kStreams) store_remote(&squares[q], k * kStreams + lane, s);
+    }
+    cluster_arrive();
+    cluster_wait();
+    if (writes) {
+        float total = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kStreams; ++i) total = __fadd_rn(total, squares[i]);
+        const float factor = norm_factor(total, (float)dim, out_eps);
+        *to = mul4(mul4(y, make_float4(factor, factor, factor, factor)), norm_weight);
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    arc_hc_site_cluster(float* h, float* streams, float* mixing, const float* y, const float* mix, const float* base,
+                        const float* scale, const float* weight, unsigned incoming, unsigned iterations, float eps,
+                        float norm_eps, float out_eps) {
+    by_cluster<kMixes, 3, true>(h, streams, mixing, y, mix, base, scale, weight, incoming, iterations, eps, norm_eps,
+                                out_eps);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    arc_hc_head_cluster(float* out, float* streams, float* mixing, const float* y, const float* mix, const float* base,
+                        const float* scale, float eps, float norm_eps) {
+    by_cluster<kStreams, 1, false>(out, streams, mixing, y, mix, base, scale, nullptr, kOutput, 1, eps, norm_eps, 0.0f);
+}
+
+// ---- many rows ----
+
+namespace {
+
+// Streams of ROWS tokens over 1,024 columns, and their chunk sums: partial[row][chunk][COUNT + 1]. Block (q, row tile);
+// the columns are this block's alone, so the streams change in place. The rows of `mix` are read once for the tile.
+template <int COUNT, int PER_WARP, int ROWS>
+__device__ __forceinline__ void mix_rows(float* partial, float* streams, const float* mixing, const float* ys,
+                                         const float* mix, unsigned dim, unsigned incoming, unsigned rows) {
+    extern __shared__ __align__(16) float fs[];  // [ROWS][kStreams][kSumChunk]
+    pdl_launch();
+    const int t = threadIdx.x, warp = t / 32, lane = t % 32;
+    const unsigned q = blockIdx.x, first = blockIdx.y * ROWS, n = kStreams * dim, per_stream = dim / kSumChunk;
+    const unsigned column = q * kSumChunk + 4 * t, chunks = n / kSumChunk;
+    const unsigned count = min((unsigned)ROWS, rows - first);
+    pdl_wait();
+    for (unsigned r = 0; r < count; ++r) {
+        float* xs = streams + (size_t)(first + r) * n;
+        float4 x[kStreams];
+        take(x, incoming, xs, ys + (size_t)(first + r) * dim, mixing + (size_t)(first + r) * kMixes, dim, column);
+#pragma unroll
+        for (int k = 0; k < kStreams; ++k) {
+            reinterpret_cast<float4*>(fs + (r * kStreams + k) * kSumChunk)[t] = x[k];
+            if (incoming != kNothing) *reinterpret_cast<float4*>(xs + k * dim + column) = x[k];
+        }
+    }
+    __syncthreads();
+    for (int k = 0; k < kStreams; ++k) {
+        const unsigned c = k * per_stream + q;
+        if (warp * PER_WARP < COUNT) {
+            float4 w[PER_WARP][kChunkReads];
+#pragma unroll
+            for (int m = 0; m < PER_WARP; ++m) {
+                const float* from = mix + (size_t)(warp * PER_WARP + m) * n + c * kSumChunk;
+#pragma unroll
+                for (int j = 0; j < kChunkReads; ++j)
+                    w[m][j] = __ldg(reinterpret_cast<const float4*>(from) + lane + 32 * j);
+            }
+            for (unsigned r = 0; r < count; ++r) {
+                const float4* f = reinterpret_cast<const float4*>(fs + (r * kStreams + k) * kSumChunk) + lane;
+                float4 v[PER_WARP];
+                float s[PER_WARP];
+#pragma unroll
+                for (int m = 0; m < PER_WARP; ++m) v[m] = fold_chunk4([&](int j) { return mul4(w[m][j], f[32 * j]); });
+                sum_lanes4(v, s);
+                float* to = partial + ((size_t)(first + r) * chunks + c) * kSums + warp * PER_WARP;
+                if (lane == 0) {
+#pragma unroll
+                    for (int m = 0; m < PER_WARP; ++m) to[m] = s[m];
+                }
+            }
+        }
+        for (unsigned r = warp; r < count; r += kMixWarps) {
+            const float s = sum_sq_chunk4(fs + (r * kStreams + k) * kSumChunk);
+            if (lane == 0) partial[((size_t)(first + r) * chunks + c) * kSums + COUNT] = s;
+        }
+    }
+}
+
+// The rest of a token, by one block: `PER` runs of 1,024 columns.
+template <int COUNT, bool SITE>
+__device__ __forceinline__ void finish_row(float* out, const float* streams, float* mixing, const float* partial,
+                                           const float* base, const float* scale, const float* weight, unsigned dim,
+                                           unsigned iterations, float eps, float norm_eps, float out_eps) {
+    extern __shared__ __align__(16) float ys[];  // [dim]
+    __shared__ float squares[32];
+    pdl_launch();
+    const int t = threadIdx.x, warp = t / 32, lane = t % 32;
+    const unsigned n = kStreams * dim, chunks = n / kSumChunk;
+    const size_t row = blockIdx.x;
+    const float lane_scale = lane < COUNT ? __ldg(scale + (lane / kStreams < 2 ? lane / kStreams : 2)) : 0.0f;
+    const float lane_base = lane < COUNT ? __ldg(base + lane) : 0.0f;
+    pdl_wait();
+    const float raw = raw_mix<COUNT>(partial + row * chunks * kSums, 1, kSums, chunks, (float)n, norm_eps);
+    const float value = __fadd_rn(__fmul_rn(raw, lane_scale), lane_base);
+    if (SITE && warp == kMixWarps) {
+        write_mixing(mixing + row * kMixes, value, iterations, eps);
+        return;
+    }
+    float pre[kStreams];
+    pre_of(pre, value, eps);
+    for (unsigned column = 4 * t; column < dim; column += kSumChunk) {
+        float4 x[kStreams];
+#pragma unroll
+        for (int k = 0; k < kStreams; ++k)
+            x[k] = *reinterpret_cast<const float4*>(streams + row * n + k * dim + column);
+        const float4 y = collapse4(pre, x);
+        if (SITE) *reinterpret_cast<float4*>(ys + column) = y;
+        else *reinterpret_cast<float4*>(out + row * dim + column) = y;
+    }
+    if (!SITE) return;
+    asm volatile("bar.sync 1, %0;" ::"n"(32 * kMixWarps) : "memory");
+    for (unsigned c = warp; c < dim / kSumChunk; c += kMixWarps) {
+        const float s = sum_sq_chunk4(ys + c * kSumChunk);
+        if (lane == 0) squares[c] = s;
+    }
+    asm volatile("bar.sync 1, %0;" ::"n"(32 * kMixWarps) : "memory");
+    float total = 0.0f;
+    for (unsigned c = 0; c < dim / kSumChunk; ++c) total = __fadd_rn(total, squares[c]);
+    const float factor = norm_factor(total, (float)dim, out_eps);
+    const float4 factors = make_float4(factor, factor, factor, factor);
+    for (unsigned column = 4 * t; column < dim; column += kSumChunk) {
+        const float4 y = *reinterpret_cast<const float4*>(ys + column);
+        const float4 w = __ldg(reinterpret_cast<const float4*>(weight + column));
+        *reinterpret_cast<float4*>(out + row * dim + column) = mul4(mul4(y, factors), w);
+    }
+}
+
+}  // namespace
+
+#define ARC_HC_MIX_ROWS(ROWS)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(32 * kMixWarps, 1) arc_hc_site_mix_##ROWS(                           \
+        float* partial, float* streams, const float* mixing, const float* y, const float* mix, unsigned dim,           \
+        unsigned incoming, unsigned rows) {                                                                           \
+        mix_rows<kMixes, 3, ROWS>(partial, streams, mixing, y, mix, dim, incoming, rows);                             \
+    }
+ARC_HC_MIX_ROWS(1)
+ARC_HC_MIX_ROWS(2)
+ARC_HC_MIX_ROWS(4)
+ARC_HC_MIX_ROWS(8)
+
+extern "C" __global__ void __launch_bounds__(32 * kMixWarps, 1)
+    arc_hc_head_mix(float* partial, float* streams, const float* mixing, const float* y, const float* mix, unsigned dim,
+                    unsigned rows) {
+    mix_rows<kStreams, 1, 4>(partial, streams, mixing, y, mix, dim, kOutput, rows);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    arc_hc_site_rows(float* h, const float* streams, float* mixing, const float* partial, const float* base,
+                     const float* scale, const float* weight, unsigned dim, unsigned iterations, float eps,
+                     float norm_eps, float out_eps) {
+    finish_row<kMixes, true>(h, streams, mixing, partial, base, scale, weight, dim, iterations, eps, norm_eps, out_eps);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * kMixWarps)
+    arc_hc_head_rows(float* out, const float* streams, const float* partial, const float* base, const float* scale,
+                     unsigned dim, float eps, float norm_eps) {
+    finish_row<kStreams, false>(out, streams, nullptr, partial, base, scale, nullptr, dim, 1, eps, norm_eps, 0.0f);
+}
+
+// ---- any dim ----
+
+namespace {
+
+// A block a row, values one by one, sums by warps.
+template <int COUNT, bool SITE>
+__device__ __forceinline__ void any_row(float* out, float* streams, float* mixing_rows, const float* ys,
+                                        const float* mix, const float* base, const float* scale, const float* weight,
+                                        unsigned dim, unsigned incoming, unsigned iterations, float eps, float norm_eps,
+                                        float out_eps) {
+    extern __shared__ float f[];  // [kStreams * dim]
+    __shared__ float totals[COUNT + 1];
+    pdl_launch();
+    const int t = threadIdx.x, warp = t / 32, lane = t % 32;
+    const unsigned n = kStreams * dim;
+    const size_t row = blockIdx.x;
+    pdl_wait();
+    float *xs = streams + row * n, *mixing = SITE || incoming == kOutput ? mixing_rows + row * kMixes : nullptr;
+    const float* y = ys + row * dim;
+    Mixing m;
+    if (incoming == kOutput) m.load(mixing);
+    for (unsigned i = t; i < dim; i += blockDim.x) {
+        float x[kStreams];
+#pragma unroll
+        for (int k = 0; k < kStreams; ++k) x[k] = incoming == kEmbedding ? y[i] : xs[k * dim + i];
+#pragma unroll
+        for (int k = 0; k < kStreams; ++k) {
+            const float to = incoming == kOutput ? expand(m, k, y[i], x[0], x[1], x[2], x[3]) : x[k];
+            f[k * dim + i] = to;
+            if (incoming != kNothing) xs[k * dim + i] = to;
+        }
+    }
+    __syncthreads();
+    for (int i = warp; i <= COUNT; i += blockDim.x / 32) {
+        const float* w = mix + (size_t)i * n;
+        const float s = i < COUNT ? sum_warp(n, [&](int c) { return __fmul_rn(w[c], f[c]); })
+                                  : sum_warp(n, [&](int c) { return __fmul_rn(f[c], f[c]); });
+        if (lane == 0) totals[i] = s;
+    }
+    __syncthreads();
+    const float raw = raw_mix<COUNT>(totals, 1, 0, 1, (float)n, norm_eps);
+    const float value = lane < COUNT ? scaled(raw, lane, base, scale) : 0.0f;
+    if (SITE && warp == 0) write_mixing(mixing, value, iterations, eps);
+    float pre[kStreams];
+    pre_of(pre, value, eps);
+    for (unsigned i = t; i < dim; i += blockDim.x) {
+        const float v = collapse(pre, f[i], f[dim + i], f[2 * dim + i], f[3 * dim + i]);
+        if (SITE) f[i] = v;
+        else out[row * dim + i] = v;
+    }
+    if (!SITE) return;
+    __syncthreads();
+    const float factor = norm_factor(sum_warp(dim, [&](int c) { return __fmul_rn(f[c], f[c]); }), (float)dim, out_eps);
+    for (unsigned i = t; i < dim; i += blockDim.x) out[row * dim + i] = __fmul_rn(__fmul_rn(f[i], factor), weight[i]);
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(256)
+    arc_hc_site_any(float* h, float* streams, float* mixing, const float* y, const float* mix, const float* base,
+                    const float* scale, const float* weight, unsigned dim, unsigned incoming, unsigned iterations,
+                    float eps, float norm_eps, float out_eps) {
+    any_row<kMixes, true>(h, streams, mixing, y, mix, base, scale, weight, dim, incoming, iterations, eps, norm_eps,
+                          out_eps);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    arc_hc_head_any(float* out, float* streams, float* mixing, const float* y, const float* mix, const float* base,
+                    const float* scale, unsigned dim, float eps, float norm_eps) {
+    any_row<kStreams, false>(out, streams, mixing, y, mix, base, scale, nullptr, dim, kOutput, 1, eps, norm_eps, 0.0f);
+}

@@ -1,0 +1,109 @@
+// Hyper-connections: the arithmetic of hc.rs, line for line.
+#pragma once
+
+#include "../../sum.cuh"
+
+namespace arc::hc {
+
+constexpr int kStreams = 4;
+constexpr int kMixes = 24;
+constexpr int kComb = 8;
+
+// What a site does with the streams first.
+enum Incoming : unsigned { kEmbedding = 0, kOutput = 1, kNothing = 2 };
+
+// `post` and `comb` of a token: what expand() reads.
+struct Mixing {
+    float post[4];
+    float comb[16];
+
+    // `row`: [kMixes], on a 16-byte border.
+    __device__ __forceinline__ void load(const float* row) {
+        const float4* at = reinterpret_cast<const float4*>(row);
+        const float4 p = at[1];
+        post[0] = p.x, post[1] = p.y, post[2] = p.z, post[3] = p.w;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float4 c = at[2 + j];
+            comb[4 * j] = c.x, comb[4 * j + 1] = c.y, comb[4 * j + 2] = c.z, comb[4 * j + 3] = c.w;
+        }
+    }
+};
+
+// X'[k] of one column.
+__device__ __forceinline__ float expand(const Mixing& m, int k, float y, float x0, float x1, float x2, float x3) {
+    float s = __fadd_rn(__fmul_rn(m.comb[k], x0), __fmul_rn(m.comb[4 + k], x1));
+    s = __fadd_rn(s, __fmul_rn(m.comb[8 + k], x2));
+    s = __fadd_rn(s, __fmul_rn(m.comb[12 + k], x3));
+    return __fadd_rn(__fmul_rn(m.post[k], y), s);
+}
+
+// The streams of four columns after a block: x becomes X'.
+__device__ __forceinline__ void expand4(float4 (&x)[kStreams], const Mixing& m, float4 y) {
+    float4 to[kStreams];
+#pragma unroll
+    for (int k = 0; k < kStreams; ++k) {
+        to[k].x = expand(m, k, y.x, x[0].x, x[1].x, x[2].x, x[3].x);
+        to[k].y = expand(m, k, y.y, x[0].y, x[1].y, x[2].y, x[3].y);
+        to[k].z = expand(m, k, y.z, x[0].z, x[1].z, x[2].z, x[3].z);
+        to[k].w = expand(m, k, y.w, x[0].w, x[1].w, x[2].w, x[3].w);
+    }
+#pragma unroll
+    for (int k = 0; k < kStreams; ++k) x[k] = to[k];
+}
+
+__device__ __forceinline__ float collapse(const float (&pre)[kStreams], float x0, float x1, float x2, float x3) {
+    float s = __fadd_rn(__fmul_rn(pre[0], x0), __fmul_rn(pre[1], x1));
+    s = __fadd_rn(s, __fmul_rn(pre[2], x2));
+    return __fadd_rn(s, __fmul_rn(pre[3], x3));
+}
+
+__device__ __forceinline__ float4 collapse4(const float (&pre)[kStreams], const float4 (&x)[kStreams]) {
+    return make_float4(collapse(pre, x[0].x, x[1].x, x[2].x, x[3].x), collapse(pre, x[0].y, x[1].y, x[2].y, x[3].y),
+                       collapse(pre, x[0].z, x[1].z, x[2].z, x[3].z), collapse(pre, x[0].w, x[1].w, x[2].w, x[3].w));
+}
+
+// rsqrt(total / n + eps).
+__device__ __forceinline__ float norm_factor(float total, float n, float eps) {
+    return rsqrt(__fadd_rn(__fdiv_rn(total, n), eps));
+}
+
+// Every element divided by the sum of its line plus eps; the line of lane l are the lanes first(l) + step i.
+template <int STEP>
+__device__ __forceinline__ float divide_line(float c, int first, float eps) {
+    const float c0 = __shfl_sync(kFullWarp, c, first);
+    const float c1 = __shfl_sync(kFullWarp, c, first + STEP);
+    const float c2 = __shfl_sync(kFullWarp, c, first + 2 * STEP);
+    const float c3 = __shfl_sync(kFullWarp, c, first + 3 * STEP);
+    const float total = __fadd_rn(__fadd_rn(__fadd_rn(__fadd_rn(c0, c1), c2), c3), eps);
+    return __fdiv_rn(c, total);
+}
+
+// `comb` from its scaled raw values, by one warp: lanes l and l + 16 hold element l of the row-major matrix. Registers
+// and shuffles only. A pair of passes that changes no bit is the last one: those that follow would not either.
+__device__ __forceinline__ float sinkhorn(float raw, unsigned iterations, float eps) {
+    const int lane = threadIdx.x & 15, row = lane & 12, column = lane & 3;
+    float top = fmaxf(raw, __shfl_xor_sync(kFullWarp, raw, 1));
+    top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
+    const float e = exp(__fsub_rn(raw, top));
+    const float e0 = __shfl_sync(kFullWarp, e, row), e1 = __shfl_sync(kFullWarp, e, row + 1);
+    const float e2 = __shfl_sync(kFullWarp, e, row + 2), e3 = __shfl_sync(kFullWarp, e, row + 3);
+    const float total = __fadd_rn(__fadd_rn(__fadd_rn(e0, e1), e2), e3);
+    float c = __fadd_rn(__fdiv_rn(e, total), eps);
+    c = divide_line<4>(c, column, eps);
+#pragma unroll 1
+    for (unsigned i = 1; i < iterations; ++i) {
+        const float before = c;
+        c = divide_line<1>(c, row, eps);
+        c = divide_line<4>(c, column, eps);
+        if (__all_sync(kFullWarp, __float_as_uint(c) == __float_as_uint(before))) break;
+    }
+    return c;
+}
+
+// A raw mixing value, scaled: m * scale[min(i / 4, 2)] + base[i].
+__device__ __forceinline__ float scaled(float m, int i, const float* base, const float* scale) {
+    return __fadd_rn(__fmul_rn(m, scale[i / kStreams < 2 ? i / kStreams : 2]), base[i]);
+}
+
+}  // namespace arc::hc
