@@ -2,7 +2,7 @@
 
 use arc_device::format::{Coding, Format};
 use arc_device::ops::glu::Activation;
-use arc_device::ops::matmul::MatrixSource;
+use arc_device::ops::matmul::{Bytes, MatrixSource};
 use arc_device::step::{BLOCK_TOKENS, Limits, Row, SlotInit, StepDelta, row_flags};
 use arc_device::{Alloc, Buffers, Element, MemoryClass, Norm, Ops, Readback, Steps};
 
@@ -109,8 +109,11 @@ pub fn values<D: Readback>(dev: &mut D, buf: &D::Buf<f32>, n: usize) -> Vec<f32>
 /// A matrix of these parts on both devices.
 fn matrices(pair: &mut Pair, parts: &[(Format, usize)], cols: usize, rng: &mut Rng) -> Matrices {
     let bytes: Vec<Vec<u8>> = parts.iter().map(|&(format, rows)| rows_of(format, rows, cols, rng)).collect();
-    let sources: Vec<MatrixSource<'_>> =
-        parts.iter().zip(&bytes).map(|(&(format, rows), bytes)| MatrixSource { format, rows, cols, bytes }).collect();
+    let sources: Vec<MatrixSource<'_>> = parts
+        .iter()
+        .zip(&bytes)
+        .map(|(&(format, rows), bytes)| MatrixSource { format, rows, cols, bytes: Bytes::Stored(bytes) })
+        .collect();
     (pair.cpu.matrix("case", &sources).expect("room"), pair.gpu.matrix("case", &sources).expect("room"))
 }
 
@@ -300,7 +303,7 @@ fn swapped(suite: &Suite) -> Verdict {
         .chunks_exact(4 * slice_bytes)
         .flat_map(|row| [0, 2, 1, 3].map(|s| row[s * slice_bytes..][..slice_bytes].to_vec()).concat())
         .collect();
-    let source = |bytes| [MatrixSource { format, rows: n, cols, bytes }];
+    let source = |bytes| [MatrixSource { format, rows: n, cols, bytes: Bytes::Stored(bytes) }];
     let cpu_w = pair.cpu.matrix("case", &source(&bytes)).expect("room");
     let gpu_w = pair.gpu.matrix("case", &source(&moved)).expect("room");
     pair.finish(&shape(8, n));
@@ -328,7 +331,10 @@ fn decode_rates(suite: &Suite, rows: usize) -> Verdict {
         let mut gpu = suite.gpu(limits(rows, 32)).expect("`look` opened it before");
         let source = vec![0x21; bytes];
         let matrices: Vec<_> = (0..copies)
-            .map(|_| gpu.matrix("case", &[MatrixSource { format, rows: n, cols: k, bytes: &source }]).expect("room"))
+            .map(|_| {
+                gpu.matrix("case", &[MatrixSource { format, rows: n, cols: k, bytes: Bytes::Stored(&source) }])
+                    .expect("room")
+            })
             .collect();
         gpu.finish(&shape(8, 8)).expect("room");
         let x = buf(&mut gpu, &vec![0.5f32; rows * k]);

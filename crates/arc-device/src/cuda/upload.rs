@@ -50,14 +50,20 @@ impl Drop for Chute {
 type Then<'a> = &'a mut dyn FnMut(&mut Cuda, u64, Range<usize>) -> Result<()>;
 
 impl Cuda {
+    /// Device memory for a piece of `bytes` that is made there, until the next piece. Load time only.
+    pub(crate) fn piece_room(&mut self, bytes: usize) -> Result<u64> {
+        self.enter()?;
+        if self.chute.as_ref().is_none_or(|chute| chute.bytes < bytes) {
+            self.chute = None;
+            self.chute = Some(Chute::new(&self.driver, bytes)?);
+        }
+        Ok(self.chute.as_ref().expect("made above").device)
+    }
+
     /// Sends `bytes` in pieces of at most `piece` of them. `then(dev, at, range)` is called for each when it is enqueued
     /// at the device address `at`, where it stays until the work that `then` enqueues is done. Load time only.
     pub(crate) fn send_pieces(&mut self, bytes: &[u8], piece: usize, then: Then<'_>) -> Result<()> {
-        self.enter()?;
-        if self.chute.as_ref().is_none_or(|chute| chute.bytes < piece) {
-            self.chute = None;
-            self.chute = Some(Chute::new(&self.driver, piece)?);
-        }
+        self.piece_room(piece)?;
         for start in (0..bytes.len()).step_by(piece) {
             let range = start..bytes.len().min(start + piece);
             let chute = self.chute.as_mut().expect("made above");

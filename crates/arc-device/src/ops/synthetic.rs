@@ -12,6 +12,8 @@
 //!            f16(std / rms of the codes), plus the low 7 bits of the byte behind the block
 //! ```
 
+pub(crate) mod cuda;
+
 use crate::format::Format;
 use crate::format::half::{f16_to_f32, f32_to_f16};
 use crate::rng::philox_bytes;

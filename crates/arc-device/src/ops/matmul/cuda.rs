@@ -12,8 +12,9 @@ use crate::cuda::{Arg, Cuda, CudaBuf, Grid, Kernel, args, kernel};
 use crate::error::{DeviceError, Result};
 use crate::format::{Coding, Format};
 use crate::ops::glu::Activation;
-use crate::ops::matmul::MatrixSource;
+use crate::ops::matmul::{Bytes, MatrixSource};
 use crate::ops::quant::Inputs;
+use crate::ops::synthetic;
 use crate::{MemoryClass, ModelShape, Norm};
 use plan::{Cut, Embed, MAX_SEGS, Prepare, Product, Seg};
 
@@ -142,19 +143,33 @@ fn pack(dev: &mut Cuda, source: &MatrixSource<'_>, cut: &Cut, at: u64) -> Result
     if source.rows == 0 {
         return Ok(());
     }
-    let row_bytes = source.bytes.len() / source.rows;
+    let total = source.n_bytes().expect("the source was checked");
+    let row_bytes = total / source.rows;
     let groups_at_once = (PIECE / (row_bytes * cut.group_rows())).max(1);
     let piece = groups_at_once * cut.group_rows() * row_bytes;
     let (format, group_rows, group_bytes) = (source.format, cut.group_rows(), cut.group_bytes(source.format));
     let cut = *cut;
-    dev.send_pieces(source.bytes, piece, &mut |dev, from, Range { start, end }| {
+    let mut repack = |dev: &mut Cuda, from: u64, Range { start, end }: Range<usize>| {
         let rows = (end - start) / row_bytes;
         let to = at + (start / row_bytes / group_rows * group_bytes) as u64;
         let tiles = cut.groups(rows) * cut.tiles();
         let grid = Grid::new(tiles.div_ceil(8) as u32, 256);
         let args = args![to, from, format as u32, rows as u32, cut.cols, cut.slices, cut.log_c];
         dev.launch(kernel!("arc_matmul_repack"), grid, args)
-    })
+    };
+    match source.bytes {
+        Bytes::Stored(bytes) => dev.send_pieces(bytes, piece, &mut repack),
+        Bytes::Synthetic(rows) => {
+            let from = dev.piece_room(piece)?;
+            (0..total).step_by(piece).try_for_each(|start| {
+                let range = start..total.min(start + piece);
+                let (first, n) = (start / row_bytes, range.len() / row_bytes);
+                synthetic::cuda::fill(dev, from, rows.skip(first), format, source.cols, n)?;
+                repack(dev, from, range)
+            })
+        }
+        Bytes::Absent => panic!("a device that looks at values was given none"),
+    }
 }
 
 /// What a product reads of its inputs.
