@@ -111,7 +111,7 @@ fn read<D: Readback>(dev: &mut D, buf: &D::Buf<f32>, len: usize) -> DeviceResult
     Ok(out)
 }
 
-/// One site, and a second one that takes the first one's input as output: the mixing values are read too. Or the head.
+/// One site, and two more that take the input of the one before as output: the mixing values are read too. Or the head.
 fn run<D: Steps + Alloc + Readback + Landing>(dev: &mut D, inputs: &Inputs, head: bool) -> DeviceResult<Vec<Left>> {
     let (rows, dim, cfg) = (inputs.rows, inputs.dim, inputs.config());
     let row = Row { flags: row_flags::PADDING | row_flags::HEAD, ..Row::default() };
@@ -144,11 +144,12 @@ fn run<D: Steps + Alloc + Readback + Landing>(dev: &mut D, inputs: &Inputs, head
             dev.hc_site(&mut h, &mut streams, incoming, &site, &cfg, norm, rows)
         })?;
         left.push(of(dev, &streams, &h, rows, dim)?);
-        let mut second = buffer(dev, &vec![7.0; rows * dim])?;
+        // The second site may put off what the third needs of its mixing values.
+        let mut other = buffer(dev, &vec![7.0; rows * dim])?;
         dev.step(stage_key(rows), &mut |dev| {
-            dev.hc_site(&mut second, &mut streams, Incoming::Output(&h), &site, &cfg, norm, rows)
+            dev.hc_site(&mut other, &mut streams, Incoming::Output(&h), &site, &cfg, norm, rows)?;
+            dev.hc_site(&mut h, &mut streams, Incoming::Output(&other), &site, &cfg, norm, rows)
         })?;
-        h = second;
     }
     left.push(of(dev, &streams, &h, rows, dim)?);
     Ok(left)

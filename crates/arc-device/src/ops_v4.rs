@@ -74,7 +74,8 @@ pub struct DraftWeights<D: Buffers> {
 pub struct Streams<D: Buffers> {
     /// `[rows, STREAMS, dim]`.
     pub x: D::Buf<f32>,
-    /// `[rows, MIXES]`: `pre`, `post`, `comb` of the last site.
+    /// `[rows, MIXES]`: `pre`, `post`, `comb` of the last site. Between two sites a device may keep them in a form of its
+    /// own.
     pub mixing: D::Buf<f32>,
 }
 

@@ -21,6 +21,17 @@ __device__ __forceinline__ float4 add4(float4 a, float4 b) {
     return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
 }
 
+// A weight, loaded where it stands: not moved behind a wait that follows.
+__device__ __forceinline__ float4 load_early(const float4* at) {
+    float4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(at));
+    return v;
+}
+
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 // Products of one chunk folded to 128 elements, four a lane: value(j) are elements 128 j + 4 l + (0, 1, 2, 3).
 template <typename Value>
 __device__ __forceinline__ float4 fold_chunk4(Value value) {

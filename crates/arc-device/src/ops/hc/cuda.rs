@@ -4,7 +4,9 @@ use super::{HcConfig, MIXES, STREAMS};
 use crate::cuda::{Arg, Cuda, CudaBuf, Grid, args, kernel};
 use crate::error::Result;
 use crate::math::SUM_CHUNK;
-use crate::ops_v4::{HcHead, HcSite, Incoming, Streams};
+use crate::ops::matmul::cuda::{Out, Source, Then};
+use crate::ops::quant::Inputs;
+use crate::ops_v4::{DraftWeights, HcHead, HcSite, Incoming, Streams};
 use crate::{MemoryClass, ModelShape, Norm};
 
 /// Blocks of a row's cluster, one a chunk of the streams.
@@ -21,6 +23,35 @@ const WARPS: u32 = 8;
 pub(crate) struct Workspace {
     /// `[rows, chunks of the streams, MIXES + 1]`: chunk sums of the mixing values, then of the squares.
     partial: Option<CudaBuf<f32>>,
+    /// Mixing values that the last site left scaled.
+    pending: Option<Pending>,
+    /// Whether experts come after the next site that takes an output.
+    experts_next: bool,
+}
+
+/// Mixing values whose Sinkhorn iterations a site has put off. They take as long as the rest of the site, and the site
+/// after the next block is the first to read them: whatever runs meanwhile and has a warp to spare does them.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Pending {
+    /// Address of `[rows, MIXES]`.
+    pub mixing: u64,
+    /// Rows.
+    pub rows: u32,
+    /// As in [`HcConfig`].
+    pub iterations: u32,
+    /// As in [`HcConfig`].
+    pub eps: f32,
+}
+
+/// Hands what the last site put off to a kernel of the stage that asks.
+pub(crate) fn take_pending(dev: &mut Cuda) -> Option<Pending> {
+    dev.hc.pending.take()
+}
+
+/// Does what the last site put off and nobody took.
+fn settle(dev: &mut Cuda) -> Result<()> {
+    let Some(Pending { mixing, rows, iterations, eps }) = dev.hc.pending.take() else { return Ok(()) };
+    dev.launch(kernel!("arc_hc_settle"), Grid::new(rows, 32), args![mixing, iterations, eps])
 }
 
 impl Workspace {
@@ -31,7 +62,8 @@ impl Workspace {
             return Ok(Workspace::default());
         }
         let len = dev.limits.rows * chunks * (MIXES + 1);
-        Ok(Workspace { partial: Some(dev.take("chunk sums", MemoryClass::Workspace, len)?) })
+        let partial = Some(dev.take("chunk sums", MemoryClass::Workspace, len)?);
+        Ok(Workspace { partial, ..Workspace::default() })
     }
 }
 
@@ -74,6 +106,11 @@ pub(crate) fn site(
     assert!(h.len() >= rows * dim && streams.x.len() >= rows * STREAMS * dim, "streams of {rows} rows of {dim}");
     assert!(streams.mixing.len() >= rows * MIXES && site.mix.len() == MIXES * STREAMS * dim, "mixing values of a site");
     assert!(site.base.len() == MIXES && site.scale.len() == 3 && norm.weight.len() == dim, "vectors of a site");
+    settle(dev)?;
+    // Sites before attention and before experts take turns; the first of a step is before attention. The gate that
+    // follows a site before experts has a block to spare. Should it not follow, the next site settles.
+    let defer = matches!(incoming, Incoming::Output(_)) && dev.hc.experts_next;
+    dev.hc.experts_next = !defer;
     let (incoming, y) = match incoming {
         Incoming::Embedding(e) => (0u32, e.ptr()),
         Incoming::Output(y) => (1, y.ptr()),
@@ -84,6 +121,7 @@ pub(crate) fn site(
     let (n, width, iterations) = (rows as u32, dim as u32, cfg.iterations as u32);
     match Plan::of(cfg, rows) {
         Plan::Cluster => {
+            dev.hc.pending = defer.then_some(Pending { mixing, rows: n, iterations, eps: cfg.eps });
             let grid = Grid::new(n * CLUSTER as u32, 32 * (WARPS + 1)).cluster(CLUSTER as u32);
             let args: &[Arg<'_>] = args![
                 h.ptr(),
@@ -98,7 +136,8 @@ pub(crate) fn site(
                 iterations,
                 cfg.eps,
                 cfg.norm_eps,
-                norm.eps
+                norm.eps,
+                u32::from(defer)
             ];
             dev.launch(kernel!("arc_hc_site_cluster"), grid, args)
         }
@@ -167,6 +206,8 @@ pub(crate) fn head(
     assert!(out.len() >= rows * dim && y.len() >= rows * dim, "{rows} rows of {dim}");
     assert!(streams.x.len() >= rows * STREAMS * dim && streams.mixing.len() >= rows * MIXES, "streams of {rows} rows");
     assert!(head.mix.len() == STREAMS * STREAMS * dim && head.base.len() == STREAMS, "weights of a head");
+    settle(dev)?;
+    dev.hc.experts_next = false;
     let (x, mixing, mix) = (streams.x.ptr(), streams.mixing.ptr(), head.mix.ptr());
     let (base, scale) = (head.base.ptr(), head.scale.ptr());
     let (n, width) = (rows as u32, dim as u32);
@@ -190,6 +231,30 @@ pub(crate) fn head(
             dev.launch(kernel!("arc_hc_head_any"), grid, args)
         }
     }
+}
+
+/// What [`crate::ops_v4::OpsV4::draft_in`] does.
+pub(crate) fn draft(
+    dev: &mut Cuda,
+    streams: &mut Streams<Cuda>,
+    e: &CudaBuf<f32>,
+    w: &DraftWeights<Cuda>,
+    cfg: &HcConfig,
+    inputs: Inputs,
+    rows: usize,
+) -> Result<()> {
+    let dim = cfg.dim;
+    assert!(streams.x.len() >= rows * STREAMS * dim && e.len() >= rows * dim, "{rows} rows of {dim}");
+    let norm = |weight| Norm { weight, eps: cfg.norm_eps };
+    let from = Source::of(&streams.x, dim).normed(norm(&w.stream_norm)).rounded(inputs);
+    dev.prepare_for(&w.stream, from, STREAMS * rows)?;
+    let x = streams.x.ptr();
+    dev.product(&w.stream, Out { at: x, stride: dim, then: Then::Store }, STREAMS * rows)?;
+    dev.prepare_for(&w.embed, Source::of(e, dim).normed(norm(&w.embed_norm)).rounded(inputs), rows)?;
+    (0..STREAMS).try_for_each(|k| {
+        let out = Out { at: x + (4 * k * dim) as u64, stride: STREAMS * dim, then: Then::Add };
+        dev.product(&w.embed, out, rows)
+    })
 }
 
 /// Where chunk sums go.

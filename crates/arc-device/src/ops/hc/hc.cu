@@ -3,6 +3,8 @@
 // One decoded row:     arc_hc_site_cluster, arc_hc_head_cluster: 16 blocks of a cluster a row, dim 4096.
 // Many rows:           hc_mix_rows, then arc_hc_site_rows or arc_hc_head_rows: any dim of whole chunks.
 // Any other dim:       arc_hc_site_any, arc_hc_head_any: a block a row. The plain version, and the first rung.
+#include <cstdint>
+
 #include "../../pdl.cuh"
 #include "hc.cuh"
 
@@ -50,16 +52,6 @@ __device__ __forceinline__ void pre_of(float (&pre)[kStreams], float value, floa
     for (int k = 0; k < kStreams; ++k) pre[k] = __shfl_sync(kFullWarp, p, k);
 }
 
-// Writes a token's mixing values from the scaled ones that the lanes hold. One warp.
-__device__ __forceinline__ void write_mixing(float* mixing, float value, unsigned iterations, float eps) {
-    const int lane = threadIdx.x & 31;
-    const float s = sigmoid(value);
-    if (lane < kStreams) mixing[lane] = __fadd_rn(s, eps);
-    else if (lane < kComb) mixing[lane] = __fmul_rn(2.0f, s);
-    const float comb = sinkhorn(__shfl_sync(kFullWarp, value, kComb + (lane & 15)), iterations, eps);
-    if (lane < 16) mixing[kComb + lane] = comb;
-}
-
 constexpr int kClusterBlocks = 16;
 constexpr int kClusterDim = kClusterBlocks / kStreams * kSumChunk;
 // Warps that hold mixing rows, three each, and one for the statistic and the Sinkhorn iterations.
@@ -73,26 +65,58 @@ __device__ __forceinline__ unsigned cluster_rank() {
 }
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// Stores to the same variable of another block of the cluster.
-__device__ __forceinline__ void store_remote(float* local, unsigned rank, float value) {
-    unsigned at = (unsigned)__cvta_generic_to_shared(local), remote;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(at), "r"(rank));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+
+__device__ __forceinline__ unsigned shared_at(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+// A barrier that completes once, when `bytes` have come in. One thread.
+__device__ __forceinline__ void expect(uint64_t* bar, unsigned bytes) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_at(bar)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_at(bar)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void await(uint64_t* bar) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+        "@done bra.uni over;\n"
+        "bra.uni again;\n"
+        "over:\n"
+        "}\n" ::"r"(shared_at(bar))
+        : "memory");
+}
+
+// Sends a value to the same variable of another block of the cluster, whose barrier counts its bytes.
+__device__ __forceinline__ void send(float* local, uint64_t* bar, unsigned rank, float value) {
+    unsigned to, to_bar;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_at(local)), "r"(rank));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to_bar) : "r"(shared_at(bar)), "r"(rank));
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+                 "r"(__float_as_uint(value)), "r"(to_bar)
+                 : "memory");
 }
 
 // One row by a cluster: block (k, q) has chunk q of stream k for the mixing values, and columns 1024 q .. of all streams
-// in registers, which three others have too. Two exchanges: the chunk sums, and the squares of the norm.
+// in registers, which three others have too. Two exchanges, each waited for by who reads it: the chunk sums, and the
+// squares of the norm. Sums of all blocks have come in only when all have read the streams and the old mixing values.
 //
 // PER_WARP: mixing rows a warp holds in registers, loaded before the wait. Site: 3 x 8; head: 1 x 4.
 template <int COUNT, int PER_WARP, bool SITE>
 __device__ __forceinline__ void by_cluster(float* out, float* streams, float* mixing_rows, const float* ys,
                                            const float* mix, const float* base, const float* scale,
                                            const float* weight, unsigned incoming, unsigned iterations, float eps,
-                                           float norm_eps, float out_eps) {
+                                           float norm_eps, float out_eps, unsigned defer) {
     constexpr unsigned dim = kClusterDim, n = kStreams * dim;
     __shared__ __align__(16) float chunk[kSumChunk], collapsed[kSumChunk], sums[COUNT + 1][kClusterBlocks + 1];
     __shared__ float squares[kStreams];
+    __shared__ uint64_t bars[2];
     pdl_launch();
+    if (threadIdx.x == 0) {
+        expect(&bars[0], 4 * (COUNT + 1) * kClusterBlocks);
+        if (SITE) expect(&bars[1], 4 * kStreams);
+    }
     cluster_arrive();
     const unsigned rank = cluster_rank(), k = rank / kStreams, q = rank % kStreams;
     const int t = threadIdx.x, warp = t / 32, lane = t % 32;
@@ -104,7 +128,7 @@ __device__ __forceinline__ void by_cluster(float* out, float* streams, float* mi
         for (int m = 0; m < PER_WARP; ++m) {
             const float* from = mix + (size_t)(warp * PER_WARP + m) * n + rank * kSumChunk;
 #pragma unroll
-            for (int j = 0; j < kChunkReads; ++j) w[m][j] = __ldg(reinterpret_cast<const float4*>(from) + lane + 32 * j);
+            for (int j = 0; j < kChunkReads; ++j) w[m][j] = load_early(reinterpret_cast<const float4*>(from) + lane + 32 * j);
         }
     }
     // The block writes the k-th quarter of its columns.
@@ -112,11 +136,17 @@ __device__ __forceinline__ void by_cluster(float* out, float* streams, float* mi
     if (SITE && writes) norm_weight = __ldg(reinterpret_cast<const float4*>(weight + column));
     const float lane_scale = lane < COUNT ? __ldg(scale + (lane / kStreams < 2 ? lane / kStreams : 2)) : 0.0f;
     const float lane_base = lane < COUNT ? __ldg(base + lane) : 0.0f;
-    pdl_wait();
-
     const size_t row = blockIdx.x / kClusterBlocks;
     float* xs = streams + row * n;
     float* mixing = mixing_rows + row * kMixes;
+    // Addresses are translated meanwhile; what is read now may be old, and is not used.
+    if (t < kStreams) prefetch(xs + t * dim + column);
+    if (t == kStreams) prefetch(ys + row * dim + column);
+    if (t == kStreams + 1) prefetch(mixing);
+    // Before a block sends to another, that one must run.
+    cluster_wait();
+    pdl_wait();
+
     float4 x[kStreams];
     if (t < kSumChunk / 4) {
         take(x, incoming, xs, ys + row * dim, mixing, dim, column);
@@ -124,8 +154,6 @@ __device__ __forceinline__ void by_cluster(float* out, float* streams, float* mi
         reinterpret_cast<float4*>(chunk)[t] = mine;
     }
     __syncthreads();
-    // Before a block stores to another, that one must run.
-    cluster_wait();
     if (mixes) {
         float4 v[PER_WARP];
         float s[PER_WARP];
@@ -135,23 +163,20 @@ __device__ __forceinline__ void by_cluster(float* out, float* streams, float* mi
         sum_lanes4(v, s);
         if (lane < kClusterBlocks) {
 #pragma unroll
-            for (int m = 0; m < PER_WARP; ++m) store_remote(&sums[warp * PER_WARP + m][rank], lane, s[m]);
+            for (int m = 0; m < PER_WARP; ++m) send(&sums[warp * PER_WARP + m][rank], &bars[0], lane, s[m]);
         }
     } else if (warp == kMixWarps) {
         const float s = sum_sq_chunk4(chunk);
-        if (lane < kClusterBlocks) store_remote(&sums[COUNT][rank], lane, s);
+        if (lane < kClusterBlocks) send(&sums[COUNT][rank], &bars[0], lane, s);
     }
-    cluster_arrive();
-    cluster_wait();
+    await(&bars[0]);
 
-    // Everybody has read the streams and the old mixing values.
     const float raw = raw_mix<COUNT>(&sums[0][0], kClusterBlocks + 1, 1, kClusterBlocks, (float)n, norm_eps);
     const float value = __fadd_rn(__fmul_rn(raw, lane_scale), lane_base);
     if (warp == kMixWarps) {
-        if (SITE) {
-            cluster_arrive();
-            if (rank == 0) write_mixing(mixing, value, iterations, eps);
-            cluster_wait();
+        if (SITE && rank == 0) {
+            if (!defer) write_mixing(mixing, value, iterations, eps);
+            else if (lane < COUNT) mixing[lane] = value;
         }
         return;
     }
@@ -168,10 +193,9 @@ __device__ __forceinline__ void by_cluster(float* out, float* streams, float* mi
     asm volatile("bar.sync 1, %0;" ::"n"(32 * kMixWarps) : "memory");
     if (warp == 0) {
         const float s = sum_sq_chunk4(collapsed);
-        if (lane < kStreams) store_remote(&squares[q], k * kStreams + lane, s);
+        if (lane < kStreams) send(&squares[q], &bars[1], k * kStreams + lane, s);
     }
-    cluster_arrive();
-    cluster_wait();
+    await(&bars[1]);
     if (writes) {
         float total = 0.0f;
 #pragma unroll
@@ -186,15 +210,24 @@ __device__ __forceinline__ void by_cluster(float* out, float* streams, float* mi
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     arc_hc_site_cluster(float* h, float* streams, float* mixing, const float* y, const float* mix, const float* base,
                         const float* scale, const float* weight, unsigned incoming, unsigned iterations, float eps,
-                        float norm_eps, float out_eps) {
+                        float norm_eps, float out_eps, unsigned defer) {
     by_cluster<kMixes, 3, true>(h, streams, mixing, y, mix, base, scale, weight, incoming, iterations, eps, norm_eps,
-                                out_eps);
+                                out_eps, defer);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     arc_hc_head_cluster(float* out, float* streams, float* mixing, const float* y, const float* mix, const float* base,
                         const float* scale, float eps, float norm_eps) {
-    by_cluster<kStreams, 1, false>(out, streams, mixing, y, mix, base, scale, nullptr, kOutput, 1, eps, norm_eps, 0.0f);
+    by_cluster<kStreams, 1, false>(out, streams, mixing, y, mix, base, scale, nullptr, kOutput, 1, eps, norm_eps, 0.0f, 0);
+}
+
+// ---- what a site put off ----
+
+// Mixing values of rows whose site left the scaled ones. A warp a row.
+extern "C" __global__ void __launch_bounds__(32) arc_hc_settle(float* mixing, unsigned iterations, float eps) {
+    pdl_launch();
+    pdl_wait();
+    settle(mixing + blockIdx.x * kMixes, iterations, eps);
 }
 
 // ---- many rows ----

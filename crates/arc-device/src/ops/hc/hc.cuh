@@ -80,7 +80,9 @@ __device__ __forceinline__ float divide_line(float c, int first, float eps) {
 }
 
 // `comb` from its scaled raw values, by one warp: lanes l and l + 16 hold element l of the row-major matrix. Registers
-// and shuffles only. A pair of passes that changes no bit is the last one: those that follow would not either.
+// and shuffles only. Passes that change no bit are the last ones, since those that follow would not either; this is
+// looked for now and then, as looking takes a tenth of a pair of passes. NOTE: a quotient by Newton steps from 2 - total,
+// with IEEE division where totals are far from 1, was slower: the test that chooses costs more than the division saves.
 __device__ __forceinline__ float sinkhorn(float raw, unsigned iterations, float eps) {
     const int lane = threadIdx.x & 15, row = lane & 12, column = lane & 3;
     float top = fmaxf(raw, __shfl_xor_sync(kFullWarp, raw, 1));
@@ -96,9 +98,26 @@ __device__ __forceinline__ float sinkhorn(float raw, unsigned iterations, float 
         const float before = c;
         c = divide_line<1>(c, row, eps);
         c = divide_line<4>(c, column, eps);
-        if (__all_sync(kFullWarp, __float_as_uint(c) == __float_as_uint(before))) break;
+        if (i % 4 == 0 && __all_sync(kFullWarp, __float_as_uint(c) == __float_as_uint(before))) break;
     }
     return c;
+}
+
+// Writes a token's mixing values from the scaled ones that the lanes hold. One warp.
+__device__ __forceinline__ void write_mixing(float* mixing, float value, unsigned iterations, float eps) {
+    const int lane = threadIdx.x & 31;
+    const float comb = sinkhorn(__shfl_sync(kFullWarp, value, kComb + (lane & 15)), iterations, eps);
+    if (lane < 16) mixing[kComb + lane] = comb;
+    const float s = sigmoid(value);
+    if (lane < kStreams) mixing[lane] = __fadd_rn(s, eps);
+    else if (lane < kComb) mixing[lane] = __fmul_rn(2.0f, s);
+}
+
+// The same where the site left scaled values in their place.
+__device__ __forceinline__ void settle(float* mixing, unsigned iterations, float eps) {
+    const int lane = threadIdx.x & 31;
+    const float value = lane < kMixes ? __ldcg(mixing + lane) : 0.0f;
+    write_mixing(mixing, value, iterations, eps);
 }
 
 // A raw mixing value, scaled: m * scale[min(i / 4, 2)] + base[i].
