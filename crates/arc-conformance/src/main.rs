@@ -17,10 +17,12 @@ mod inputs;
 mod kv;
 mod matmul;
 mod models;
+mod moe;
 mod rows;
 mod sample;
 mod state;
 mod suite;
+mod synthetic;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -62,6 +64,8 @@ fn main() -> ExitCode {
     faults::cases(&mut suite);
     models::cases(&mut suite, &models);
     hc::cases(&mut suite);
+    moe::cases(&mut suite);
+    synthetic::cases(&mut suite);
     suite.finish()
 }
 

@@ -176,6 +176,8 @@ pub struct Cuda {
     pub(crate) matmul: crate::ops::matmul::cuda::Workspace,
     pub(crate) kv: crate::ops::kv::cuda::Workspace,
     pub(crate) hc: crate::ops::hc::cuda::Workspace,
+    pub(crate) router: crate::ops::router::cuda::Workspace,
+    pub(crate) moe: crate::ops::moe::cuda::Workspace,
 }
 
 impl Cuda {
@@ -200,6 +202,8 @@ impl Cuda {
             matmul: crate::ops::matmul::cuda::Workspace::default(),
             kv: crate::ops::kv::cuda::Workspace::default(),
             hc: crate::ops::hc::cuda::Workspace::default(),
+            router: crate::ops::router::cuda::Workspace::default(),
+            moe: crate::ops::moe::cuda::Workspace::default(),
         })
     }
 
@@ -463,6 +467,8 @@ impl Alloc for Cuda {
         self.matmul = crate::ops::matmul::cuda::Workspace::new(self, shape)?;
         self.kv = crate::ops::kv::cuda::Workspace::new(self)?;
         self.hc = crate::ops::hc::cuda::Workspace::new(self, shape)?;
+        self.router = crate::ops::router::cuda::Workspace::new(self, shape)?;
+        self.moe = crate::ops::moe::cuda::Workspace::new(self, shape)?;
         self.driver.synchronize("load")?;
         Ok(())
     }

@@ -3,14 +3,17 @@
 use super::stages::todo;
 use super::{Cuda, Grid, args, kernel};
 use crate::error::Result;
-use crate::ops::hc::{HcConfig, STREAMS};
-use crate::ops::hc::{self, HcConfig};
+use crate::ops::hc::{self, HcConfig, STREAMS};
+use crate::ops::moe;
 use crate::ops::quant::Inputs;
 use crate::ops_v4::{
     DraftWeights, ExpertConfig, ExpertWeights, ExpertWork, HcHead, HcSite, Incoming, LatentLayer, LatentState,
     LatentWeights, LatentWork, OpsV4, Streams,
 };
 use crate::Norm;
+
+/// Where a row info has the token after the row: `RowInfo::next` of step.cuh.
+const NEXT_AT: u64 = 28;
 
 impl OpsV4 for Cuda {
     fn hc_site(
@@ -94,35 +97,35 @@ impl OpsV4 for Cuda {
 
     fn ffn_in(
         &mut self,
-        _ws: &mut ExpertWork<Self>,
-        _h: &Self::Buf<f32>,
-        _w: &ExpertWeights<Self>,
-        _cfg: &ExpertConfig,
-        _rows: usize,
+        ws: &mut ExpertWork<Self>,
+        h: &Self::Buf<f32>,
+        w: &ExpertWeights<Self>,
+        cfg: &ExpertConfig,
+        rows: usize,
     ) -> Result<()> {
-        Err(todo("ffn_in"))
+        moe::cuda::ffn_in(self, ws, h, w, cfg, rows)
     }
 
     fn experts_up(
         &mut self,
-        _ws: &mut ExpertWork<Self>,
-        _h: &Self::Buf<f32>,
-        _w: &ExpertWeights<Self>,
-        _cfg: &ExpertConfig,
-        _rows: usize,
+        ws: &mut ExpertWork<Self>,
+        h: &Self::Buf<f32>,
+        w: &ExpertWeights<Self>,
+        cfg: &ExpertConfig,
+        rows: usize,
     ) -> Result<()> {
-        Err(todo("experts_up"))
+        moe::cuda::up(self, ws, h, w, cfg, rows)
     }
 
     fn experts_down(
         &mut self,
-        _out: &mut Self::Buf<f32>,
-        _ws: &ExpertWork<Self>,
-        _w: &ExpertWeights<Self>,
-        _cfg: &ExpertConfig,
-        _rows: usize,
+        out: &mut Self::Buf<f32>,
+        ws: &ExpertWork<Self>,
+        w: &ExpertWeights<Self>,
+        cfg: &ExpertConfig,
+        rows: usize,
     ) -> Result<()> {
-        Err(todo("experts_down"))
+        moe::cuda::down(self, out, ws, w, cfg, rows)
     }
 
     fn hc_head(
@@ -137,20 +140,21 @@ impl OpsV4 for Cuda {
         hc::cuda::head(self, out, streams, y, head, cfg, rows)
     }
 
-    fn embed_next(&mut self, _out: &mut Self::Buf<f32>, _table: &Self::Matrix, _rows: usize) -> Result<()> {
-        Err(todo("embed_next"))
+    fn embed_next(&mut self, out: &mut Self::Buf<f32>, table: &Self::Matrix, rows: usize) -> Result<()> {
+        let next = self.view().infos() + NEXT_AT;
+        self.decode_rows(out, table, next, 1.0, rows)
     }
 
     fn draft_in(
         &mut self,
-        _streams: &mut Streams<Self>,
-        _e: &Self::Buf<f32>,
-        _w: &DraftWeights<Self>,
-        _cfg: &HcConfig,
-        _inputs: Inputs,
-        _rows: usize,
+        streams: &mut Streams<Self>,
+        e: &Self::Buf<f32>,
+        w: &DraftWeights<Self>,
+        cfg: &HcConfig,
+        inputs: Inputs,
+        rows: usize,
     ) -> Result<()> {
-        Err(todo("draft_in"))
+        hc::cuda::draft(self, streams, e, w, cfg, inputs, rows)
     }
 
     fn draft_rows(

@@ -50,5 +50,6 @@ pub(crate) fn assign(order: &mut [u32], bounds: &mut [u32], ids: &[u32], chosen:
     bounds[0] = 0;
 }
 
+pub(crate) mod cuda;
 #[cfg(test)]
 mod tests;

@@ -84,5 +84,6 @@ fn top(ids: &mut [u32], score: &[f32], bias: &[f32]) {
     }
 }
 
+pub(crate) mod cuda;
 #[cfg(test)]
 mod tests;

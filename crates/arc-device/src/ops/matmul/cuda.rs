@@ -271,6 +271,8 @@ pub(crate) struct Assigned {
     pub chosen: usize,
     /// Rows of the step: there are at most `rows * chosen` assignments.
     pub rows: usize,
+    /// Times that a row may name one expert: an expert has at most `rows * repeats` assignments.
+    pub repeats: usize,
     /// Input `i` of the product is that of the row of assignment `i`; otherwise inputs stand in the order of assignments.
     pub by_row: bool,
     /// Output row `row * chosen + place`; otherwise outputs stand in the order of assignments.
@@ -422,7 +424,7 @@ impl Cuda {
         let stride = w.stride(per)?;
         let touched = to.experts.min(to.rows * to.chosen);
         self.counters.weight_bytes += (w.bytes() / to.experts * touched) as u64;
-        self.launch_product(w, &w.parts[..per], out, to.rows, |product| {
+        self.launch_product(w, &w.parts[..per], out, to.rows * to.repeats, |product| {
             product.pair = u32::from(per == 2);
             product.groups = w.cut.groups(w.parts[0].rows) as u32;
             product.parts = touched as u32;

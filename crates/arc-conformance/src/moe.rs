@@ -1,0 +1,511 @@
+//! Routed experts: scores and choice, assignments, gated units and their sum.
+
+use arc_device::error::Result as DeviceResult;
+use arc_device::format::Format;
+use arc_device::math::silu;
+use arc_device::ops::hc::{HcConfig, MIXES, STREAMS};
+use arc_device::ops::matmul::{Bytes, MatrixSource};
+use arc_device::ops::quant::Inputs;
+use arc_device::ops::router::RouterConfig;
+use arc_device::ops::sample::SamplerConfig;
+use arc_device::ops::synthetic::SyntheticRows;
+use arc_device::ops_v4::{ExpertConfig, ExpertWeights, ExpertWork, HcSite, Incoming, OpsV4, RouterWeights, Streams};
+use arc_device::step::{Row, SlotInit, StepDelta, row_flags};
+use arc_device::{Alloc, Element, Landing, MemoryClass, ModelShape, Norm, Readback, Steps};
+
+use crate::compare::{all, equal, equal_or_nan};
+use crate::inputs::Rng;
+use crate::suite::{Suite, Verdict, limits, stage_key};
+
+pub(crate) const VOCAB: usize = 64;
+
+/// Which scores meet.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Scores {
+    /// As in a network.
+    Usual,
+    /// Logits on both sides of 88.7, beyond which an exponential is infinite.
+    Wide,
+    /// A few values, each shared by many experts.
+    Ties,
+    /// A NaN in the first row, an infinity in the last.
+    Faulty,
+}
+
+#[derive(Clone)]
+struct Case {
+    cfg: ExpertConfig,
+    rows: usize,
+    hashed: bool,
+    scores: Scores,
+    /// Of routed gate and up, routed down, and both of the shared expert.
+    formats: [Format; 3],
+}
+
+impl Case {
+    fn new(hidden: usize, ffn: usize, experts: usize, chosen: usize, rows: usize) -> Case {
+        let router = RouterConfig { experts, chosen, scale: 1.5 };
+        Case {
+            cfg: ExpertConfig { router, hidden, ffn, limit: 10.0, inputs: Inputs::Int8 },
+            rows,
+            hashed: false,
+            scores: Scores::Usual,
+            formats: [Format::Iq2Xxs, Format::Q2K, Format::Q8_0],
+        }
+    }
+
+    fn name(&self) -> String {
+        let Case { cfg, rows, hashed, scores, formats: [up, down, shared] } = self;
+        let kind = if *hashed { "hashed" } else { "learned" };
+        format!(
+            "{}x{}/{} of {} {kind}/{rows} rows/{scores:?}/{} {} {}/{:?}/limit {}",
+            cfg.hidden,
+            cfg.ffn,
+            cfg.router.chosen,
+            cfg.router.experts,
+            up.name(),
+            down.name(),
+            shared.name(),
+            cfg.inputs,
+            cfg.limit,
+        )
+    }
+
+    fn h(&self) -> Vec<f32> {
+        let (rows, hidden) = (self.rows, self.cfg.hidden);
+        let mut rng = Rng(rows as u64 * 1009 + hidden as u64);
+        let mut h = rng.values(rows * hidden, if self.scores == Scores::Wide { 40.0 } else { 1.0 });
+        if self.scores == Scores::Faulty {
+            h[hidden / 3] = f32::NAN;
+            h[(rows - 1) * hidden] = f32::INFINITY;
+        }
+        h
+    }
+
+    fn gate(&self) -> Vec<f32> {
+        let (experts, hidden) = (self.cfg.router.experts, self.cfg.hidden);
+        let mut rng = Rng(77);
+        let mut gate = rng.values(experts * hidden, 1.0 / (hidden as f32).sqrt());
+        if self.scores == Scores::Ties {
+            // Every third row is the first, every fifth the second: equal logits, to the bit.
+            for e in 0..experts {
+                let from = if e.is_multiple_of(3) { 0 } else { usize::from(e % 5 == 0) };
+                if e % 3 == 0 || e % 5 == 0 {
+                    gate.copy_within(from * hidden..(from + 1) * hidden, e * hidden);
+                }
+            }
+        }
+        gate
+    }
+
+    fn bias(&self) -> Vec<f32> {
+        let mut rng = Rng(5);
+        let spread = if self.scores == Scores::Ties { 0.0 } else { 0.2 };
+        (0..self.cfg.router.experts).map(|_| spread * rng.unit()).collect()
+    }
+
+    /// Distinct and repeated experts.
+    fn table(&self) -> Vec<u32> {
+        let (experts, chosen) = (self.cfg.router.experts, self.cfg.router.chosen);
+        let mut rng = Rng(9);
+        (0..VOCAB * chosen).map(|i| rng.below(if i % 4 == 0 { 2 } else { experts }) as u32).collect()
+    }
+}
+
+/// What the stages leave.
+#[derive(Clone, Default)]
+struct Left {
+    ids: Vec<u32>,
+    weights: Vec<f32>,
+    order: Vec<u32>,
+    bounds: Vec<u32>,
+    shared: Vec<f32>,
+    mid: Vec<f32>,
+    out: Vec<f32>,
+}
+
+fn matrix<D: Alloc>(dev: &mut D, format: Format, parts: usize, rows: usize, cols: usize) -> DeviceResult<D::Matrix> {
+    let std = 1.5 / (cols as f32).sqrt();
+    let made = SyntheticRows { seed: 11, tensor: (rows * cols) as u64, first_row: 0, mean: 0.0, std };
+    let stored: Vec<Vec<u8>> = match SyntheticRows::has(format) {
+        true => Vec::new(),
+        false => (0..parts).map(|part| random_rows(format, rows * cols, part as u64)).collect(),
+    };
+    let sources: Vec<MatrixSource<'_>> = (0..parts)
+        .map(|part| {
+            let bytes = match stored.get(part) {
+                Some(bytes) => Bytes::Stored(bytes),
+                None => Bytes::Synthetic(made.skip(part * rows)),
+            };
+            MatrixSource { format, rows, cols, bytes }
+        })
+        .collect();
+    dev.matrix("experts", &sources)
+}
+
+/// Random codes with scales near 2^-5.
+fn random_rows(format: Format, values: usize, seed: u64) -> Vec<u8> {
+    let mut bytes = Rng(seed + 1).bytes(values / format.block_len() * format.block_bytes());
+    for block in bytes.chunks_exact_mut(format.block_bytes()) {
+        match format {
+            Format::Mxfp4 => block[0] = 120 + block[0] % 4,
+            Format::Fp8 => {
+                block[0] = 118 + block[0] % 4;
+                // No NaN codes.
+                block[1..].iter_mut().for_each(|code| *code &= if *code & 0x7f == 0x7f { 0xf7 } else { 0xff });
+            }
+            _ => panic!("no random rows in {}", format.name()),
+        }
+    }
+    bytes
+}
+
+fn read<D: Readback, T: Element>(dev: &mut D, buf: &D::Buf<T>, len: usize) -> DeviceResult<Vec<T>> {
+    let mut out = vec![T::default(); len];
+    dev.read(buf, &mut out)?;
+    Ok(out)
+}
+
+/// Rows of slots of their own; every fifth is padding.
+pub(crate) fn table(rows: usize) -> StepDelta {
+    let mut delta = StepDelta::default();
+    let padding = Row { flags: row_flags::PADDING, ..Row::default() };
+    let mut table = Vec::new();
+    for r in 0..rows {
+        if r % 5 == 3 || r >= 250 {
+            table.push(padding);
+            continue;
+        }
+        delta.admit.push(SlotInit {
+            slot: r as u16,
+            generation: 1,
+            max_out: 5,
+            flags: 0,
+            stop_ids: Vec::new(),
+            sampling: SamplerConfig::default(),
+            blocks: vec![r as u32],
+            penalty_prompt: Vec::new(),
+            pos: 0,
+            logprobs: None,
+            prompt_top: 0,
+        });
+        table.push(Row { slot: r as u16, flags: 0, offset: 0, token: (r * 13 % VOCAB) as u32, target: 0 });
+    }
+    delta.rows = Some(table);
+    delta
+}
+
+/// Buffers and weights of a case on one device.
+struct Bench<D: Alloc> {
+    weights: ExpertWeights<D>,
+    work: ExpertWork<D>,
+    h: D::Buf<f32>,
+    out: D::Buf<f32>,
+}
+
+impl<D: Alloc + Readback> Bench<D> {
+    fn new(dev: &mut D, case: &Case) -> DeviceResult<Bench<D>> {
+        let ExpertConfig { router: RouterConfig { experts, chosen, .. }, hidden, ffn, .. } = case.cfg;
+        let (rows, class) = (case.rows, MemoryClass::Workspace);
+        let [up, down, shared] = case.formats;
+        let router = match case.hashed {
+            true => RouterWeights::Hashed(dev.ids("table", &case.table())?),
+            false => RouterWeights::Learned(dev.vector("bias", &case.bias())?),
+        };
+        let weights = ExpertWeights {
+            gate: dev.vector("gate", &case.gate())?,
+            router,
+            up: matrix(dev, up, 2 * experts, ffn, hidden)?,
+            down: matrix(dev, down, experts, hidden, ffn)?,
+            shared_up: matrix(dev, shared, 2, ffn, hidden)?,
+            shared_down: matrix(dev, shared, 1, hidden, ffn)?,
+        };
+        let work = ExpertWork {
+            ids: dev.alloc("ids", class, rows * chosen)?,
+            weights: dev.alloc("weights", class, rows * chosen)?,
+            order: dev.alloc("order", class, rows * chosen)?,
+            bounds: dev.alloc("bounds", class, experts + 1)?,
+            mid: dev.alloc("mid", class, rows * chosen * ffn)?,
+            shared: dev.alloc("shared", class, rows * ffn)?,
+        };
+        let (mut h, out) = (dev.alloc("h", class, rows * hidden)?, dev.alloc("out", class, rows * hidden)?);
+        dev.write(&mut h, &case.h())?;
+        dev.finish(&shape(case))?;
+        Ok(Bench { weights, work, h, out })
+    }
+}
+
+fn shape(case: &Case) -> ModelShape {
+    let ExpertConfig { router, hidden, ffn, .. } = case.cfg;
+    ModelShape { vocab: VOCAB, hidden, post_norms: false, gathered: (router.chosen + 1) * hidden.max(ffn) }
+}
+
+fn run<D: Steps + Alloc + Readback + Landing>(dev: &mut D, case: &Case) -> DeviceResult<Left> {
+    let mut bench = Bench::new(dev, case)?;
+    dev.stage(&table(case.rows))?;
+    let (rows, cfg) = (case.rows, &case.cfg);
+    let (chosen, n) = (cfg.router.chosen, rows * cfg.router.chosen);
+    dev.step(stage_key(rows), &mut |dev| {
+        let Bench { weights, work, h, out } = &mut bench;
+        dev.ffn_in(work, h, weights, cfg, rows)?;
+        dev.experts_up(work, h, weights, cfg, rows)?;
+        dev.experts_down(out, work, weights, cfg, rows)
+    })?;
+    let bounds = read(dev, &bench.work.bounds, cfg.router.experts + 1)?;
+    let assigned = bounds.last().map_or(0, |&n| n as usize).min(rows * chosen);
+    Ok(Left {
+        ids: read(dev, &bench.work.ids, n)?,
+        weights: read(dev, &bench.work.weights, n)?,
+        order: read(dev, &bench.work.order, assigned)?,
+        bounds,
+        shared: read(dev, &bench.work.shared, rows * cfg.ffn)?,
+        mid: read(dev, &bench.work.mid, assigned * cfg.ffn)?,
+        out: read(dev, &bench.out, rows * cfg.hidden)?,
+    })
+}
+
+fn compare(want: &Left, got: &Left) -> Verdict {
+    let named = |name: &str, verdict: Verdict| verdict.map_err(|why| format!("{name}: {why}"));
+    all([
+        named("ids", equal(&want.ids, &got.ids)),
+        named("weights", equal_or_nan(&want.weights, &got.weights)),
+        named("bounds", equal(&want.bounds, &got.bounds)),
+        named("order", equal(&want.order, &got.order)),
+        named("shared", equal_or_nan(&want.shared, &got.shared)),
+        named("mid", equal_or_nan(&want.mid, &got.mid)),
+        named("out", equal_or_nan(&want.out, &got.out)),
+    ])
+}
+
+fn both(suite: &Suite, case: &Case) -> Result<[Left; 2], String> {
+    let mut pair = suite.pair(limits(case.rows, 32));
+    let want = run(&mut pair.cpu, case).map_err(|error| error.to_string())?;
+    let got = run(&mut pair.gpu, case).map_err(|error| error.to_string())?;
+    Ok([want, got])
+}
+
+/// Of float weights the products are only bounded; scores, choice and assignments are exact all the same.
+fn exact(case: &Case) -> bool {
+    case.formats.iter().all(|&format| format != Format::Fp8 && format != Format::F16)
+}
+
+fn check(suite: &Suite, case: &Case) -> Verdict {
+    let [want, mut got] = both(suite, case)?;
+    if !exact(case) {
+        let near = |want: &[f32], got: &[f32]| crate::compare::within(want, got, 1e-4, 1e-4);
+        all([near(&want.shared, &got.shared), near(&want.mid, &got.mid), near(&want.out, &got.out)])?;
+        (got.shared, got.mid, got.out) = (want.shared.clone(), want.mid.clone(), want.out.clone());
+    }
+    compare(&want, &got)
+}
+
+/// Every plan of the GPU, every kind of gate, and the formats that experts come in.
+pub fn cases(suite: &mut Suite) {
+    let mut cases = Vec::new();
+    for rows in [1, 2, 3, 8, 9, 64, 256] {
+        cases.push(Case::new(1024, 256, 32, 6, rows));
+    }
+    for rows in [1, 8, 40] {
+        cases.push(Case { hashed: true, ..Case::new(1024, 256, 32, 6, rows) });
+        for scores in [Scores::Wide, Scores::Ties, Scores::Faulty] {
+            cases.push(Case { scores, ..Case::new(1024, 256, 64, 6, rows) });
+        }
+    }
+    // The production widths, and the tiny model's.
+    cases.push(Case::new(4096, 512, 16, 6, 1));
+    cases.push(Case::new(4096, 512, 16, 6, 5));
+    cases.push(Case { scores: Scores::Ties, ..Case::new(2048, 256, 256, 6, 1) });
+    cases.push(Case::new(256, 256, 8, 2, 3));
+    cases.push(Case::new(512, 256, 300, 16, 20));
+    for formats in
+        [[Format::Q8_0; 3], [Format::Mxfp4, Format::Mxfp4, Format::Fp8], [Format::Q2K, Format::Q8_0, Format::F16]]
+    {
+        for rows in [1, 7] {
+            cases.push(Case { formats, ..Case::new(1024, 256, 16, 4, rows) });
+        }
+    }
+    for inputs in [Inputs::F32, Inputs::Fp8] {
+        let mut case = Case { formats: [Format::Q8_0; 3], ..Case::new(1024, 256, 16, 4, 4) };
+        case.cfg.inputs = inputs;
+        cases.push(case);
+    }
+    // A clamp that bites.
+    let mut clamped = Case::new(1024, 256, 16, 4, 6);
+    clamped.cfg.limit = 0.5;
+    cases.push(clamped.clone());
+    for case in cases {
+        suite.case(&format!("moe/{}", case.name()), |suite| check(suite, &case));
+    }
+    suite.case("moe/a row alone and among others", invariant);
+    for rows in [1, 3] {
+        suite.case(&format!("moe/between two sites/{rows} rows"), |suite| between_sites(suite, rows));
+    }
+    suite.case("moe/clamps", |suite| clamps(suite, |gate, limit| gate.min(limit)));
+    suite.mutant("moe/gate clamped on both sides", |suite| clamps(suite, |gate, limit| gate.clamp(-limit, limit)));
+    suite.mutant("moe/of equal scores the higher id", |suite| {
+        let case = Case { scores: Scores::Ties, ..Case::new(1024, 256, 64, 6, 4) };
+        let [mut want, got] = both(suite, &case)?;
+        let (experts, score) = (case.cfg.router.experts, |e: usize| {
+            if e.is_multiple_of(3) {
+                0
+            } else if e.is_multiple_of(5) {
+                1
+            } else {
+                e
+            }
+        });
+        for ids in want.ids.chunks_exact_mut(case.cfg.router.chosen) {
+            // The last of the experts that share a chosen one's score, as far as it is not chosen too.
+            for i in (0..ids.len()).rev() {
+                let same =
+                    (0..experts).rev().find(|&e| score(e) == score(ids[i] as usize) && !ids.contains(&(e as u32)));
+                if let Some(e) = same {
+                    ids[i] = e as u32;
+                }
+            }
+            ids.sort_unstable();
+        }
+        compare(&want, &got)
+    });
+    suite.mutant("moe/another scale of the weights", |suite| {
+        let case = Case::new(1024, 256, 32, 6, 4);
+        let mut other = case.clone();
+        other.cfg.router.scale = 2.5;
+        let mut pair = suite.pair(limits(case.rows, 32));
+        let want = run(&mut pair.cpu, &other).map_err(|error| error.to_string())?;
+        let got = run(&mut pair.gpu, &case).map_err(|error| error.to_string())?;
+        equal_or_nan(&want.mid, &got.mid)
+    });
+    suite.measure("moe", perf);
+}
+
+fn invariant(suite: &Suite) -> Verdict {
+    let one = Case::new(1024, 256, 32, 6, 1);
+    let mut wanted: Option<Left> = None;
+    for rows in [1, 2, 8, 9, 33, 200] {
+        let case = Case { rows, ..one.clone() };
+        let mut gpu = suite.gpu(limits(rows, 32)).map_err(|error| error.to_string())?;
+        let first = run_with(&mut gpu, &case, &one.h()).map_err(|error| error.to_string())?;
+        let want = wanted.get_or_insert(first.clone());
+        compare(want, &first).map_err(|why| format!("{rows} rows: {why}"))?;
+    }
+    Ok("6 row counts".to_owned())
+}
+
+/// Row 0 of a step whose first row is `h`.
+fn run_with<D: Steps + Alloc + Readback + Landing>(dev: &mut D, case: &Case, h: &[f32]) -> DeviceResult<Left> {
+    let mut bench = Bench::new(dev, case)?;
+    let mut all = case.h();
+    all[..h.len()].copy_from_slice(h);
+    dev.write(&mut bench.h, &all)?;
+    dev.stage(&table(case.rows))?;
+    let (rows, cfg) = (case.rows, &case.cfg);
+    dev.step(stage_key(rows), &mut |dev| {
+        let Bench { weights, work, h, out } = &mut bench;
+        dev.ffn_in(work, h, weights, cfg, rows)?;
+        dev.experts_up(work, h, weights, cfg, rows)?;
+        dev.experts_down(out, work, weights, cfg, rows)
+    })?;
+    Ok(Left {
+        ids: read(dev, &bench.work.ids, cfg.router.chosen)?,
+        weights: read(dev, &bench.work.weights, cfg.router.chosen)?,
+        shared: read(dev, &bench.work.shared, cfg.ffn)?,
+        out: read(dev, &bench.out, cfg.hidden)?,
+        ..Left::default()
+    })
+}
+
+/// Three sites with the gate between the last two: it may do what a site before experts has put off, and the last site
+/// reads it.
+fn between_sites(suite: &Suite, rows: usize) -> Verdict {
+    let case = Case::new(4096, 256, 16, 6, rows);
+    let mut pair = suite.pair(limits(rows, 32));
+    let want = sites(&mut pair.cpu, &case).map_err(|error| error.to_string())?;
+    let got = sites(&mut pair.gpu, &case).map_err(|error| error.to_string())?;
+    all(want.iter().zip(&got).map(|(want, got)| equal_or_nan(want, got)))
+}
+
+fn sites<D: Steps + Alloc + Readback + Landing>(dev: &mut D, case: &Case) -> DeviceResult<[Vec<f32>; 3]> {
+    let (rows, dim, class) = (case.rows, case.cfg.hidden, MemoryClass::Workspace);
+    let mut bench = Bench::new(dev, case)?;
+    let mut rng = Rng(21);
+    let site = HcSite {
+        mix: dev.vector("mix", &rng.values(MIXES * STREAMS * dim, 0.02))?,
+        base: dev.vector("base", &rng.values(MIXES, 1.0))?,
+        scale: dev.vector("scale", &[1.0, 0.8, 1.5])?,
+    };
+    let weight = dev.vector("norm", &vec![1.0; dim])?;
+    let x = dev.alloc("streams", class, rows * STREAMS * dim)?;
+    let mut streams = Streams { x, mixing: dev.alloc("mixing", class, rows * MIXES)? };
+    dev.write(&mut streams.x, &rng.values(rows * STREAMS * dim, 1.0))?;
+    dev.write(&mut streams.mixing, &rng.values(rows * MIXES, 0.5))?;
+    dev.stage(&table(rows))?;
+    let cfg = HcConfig { dim, iterations: 20, eps: 1e-6, norm_eps: 1e-6 };
+    dev.step(stage_key(rows), &mut |dev| {
+        let (norm, Bench { weights, work, h, out }) = (Norm { weight: &weight, eps: 1e-6 }, &mut bench);
+        dev.hc_site(out, &mut streams, Incoming::Output(h), &site, &cfg, norm, rows)?;
+        dev.hc_site(h, &mut streams, Incoming::Output(out), &site, &cfg, norm, rows)?;
+        dev.ffn_in(work, h, weights, &case.cfg, rows)?;
+        dev.hc_site(out, &mut streams, Incoming::Output(h), &site, &cfg, norm, rows)
+    })?;
+    let (x, mixing) = (rows * STREAMS * dim, rows * MIXES);
+    Ok([read(dev, &streams.x, x)?, read(dev, &streams.mixing, mixing)?, read(dev, &bench.out, rows * dim)?])
+}
+
+/// The shared expert's unit where its matrices pick single inputs, so that gate and up are known: values far beyond the
+/// clamp on both sides, and a NaN.
+fn clamps(suite: &Suite, clamp: fn(f32, f32) -> f32) -> Verdict {
+    let case = Case { formats: [Format::Q8_0, Format::Q8_0, Format::F32], ..Case::new(1024, 256, 8, 2, 2) };
+    let (rows, ExpertConfig { hidden, ffn, limit, .. }) = (case.rows, case.cfg);
+    let mut gpu = suite.gpu(limits(rows, 32)).map_err(|error| error.to_string())?;
+    let mut picks = vec![0.0f32; 2 * ffn * hidden];
+    (0..2 * ffn).for_each(|n| picks[n * hidden + n] = 1.0);
+    let picks: Vec<u8> = picks.iter().flat_map(|x| x.to_le_bytes()).collect();
+    let h: Vec<f32> = Rng(3).values(rows * hidden, 12.0);
+    let got = (|| {
+        let parts = picks.chunks_exact(4 * ffn * hidden);
+        let part = |bytes| MatrixSource { format: Format::F32, rows: ffn, cols: hidden, bytes: Bytes::Stored(bytes) };
+        let shared_up = gpu.matrix("picks", &parts.map(part).collect::<Vec<_>>())?;
+        let mut bench = Bench::new(&mut gpu, &case)?;
+        bench.weights.shared_up = shared_up;
+        gpu.write(&mut bench.h, &h)?;
+        gpu.stage(&table(rows))?;
+        gpu.step(stage_key(rows), &mut |dev| dev.ffn_in(&mut bench.work, &bench.h, &bench.weights, &case.cfg, rows))?;
+        read(&mut gpu, &bench.work.shared, rows * ffn)
+    })()
+    .map_err(|error| error.to_string())?;
+    let unit = |gate: f32, up: f32| silu(clamp(gate, limit)) * up.clamp(-limit, limit);
+    let want = h.chunks_exact(hidden).flat_map(|h| (0..ffn).map(|n| unit(h[n], h[ffn + n])));
+    equal_or_nan(&want.collect::<Vec<_>>(), &got)
+}
+
+/// The stages at the production sizes.
+fn perf(suite: &Suite) -> Verdict {
+    let mut text = Vec::new();
+    for rows in [1, 2, 4, 8, 32, 256] {
+        let case = Case::new(4096, 2048, 256, 6, rows);
+        let mut gpu = suite.gpu(limits(rows, 32)).map_err(|error| error.to_string())?;
+        text.push(figures(&mut gpu, &case).map_err(|error| error.to_string())?);
+    }
+    Ok(format!("us by rows: ffn_in, experts_up, experts_down: {}", text.join("; ")))
+}
+
+fn figures(gpu: &mut arc_device::cuda::Cuda, case: &Case) -> DeviceResult<String> {
+    let mut bench = Bench::new(gpu, case)?;
+    let (rows, cfg) = (case.rows, &case.cfg);
+    let mut delta = table(rows);
+    // Every row counts.
+    if let Some(table) = &mut delta.rows {
+        for r in 0..rows {
+            if table[r].flags & row_flags::PADDING != 0 {
+                table[r] = table[r - 1];
+            }
+        }
+    }
+    gpu.stage(&delta)?;
+    let Bench { weights, work, h, out } = &mut bench;
+    let ins = gpu.bench(stage_key(rows), 20, &mut |dev| dev.ffn_in(work, h, weights, cfg, rows))?;
+    let up = gpu.bench(stage_key(rows), 20, &mut |dev| dev.experts_up(work, h, weights, cfg, rows))?;
+    let down = gpu.bench(stage_key(rows), 20, &mut |dev| dev.experts_down(out, work, weights, cfg, rows))?;
+    Ok(format!("{rows}: {ins:.2} {up:.2} {down:.2}"))
+}

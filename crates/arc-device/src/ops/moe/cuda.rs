@@ -1,0 +1,100 @@
+//! Routed experts on the GPU: stages over the gate and the products of [`matmul`](crate::ops::matmul).
+
+use crate::cuda::{Cuda, CudaBuf};
+use crate::error::Result;
+use crate::ops::matmul::cuda::{Assigned, Out, Source, Then};
+use crate::ops::router;
+use crate::ops_v4::{ExpertConfig, ExpertWeights, ExpertWork, RouterWeights};
+use crate::{MemoryClass, ModelShape};
+
+/// Memory that experts need beside their operands.
+#[derive(Default)]
+pub(crate) struct Workspace {
+    /// `[rows * chosen, hidden]`: what every assignment adds to its row.
+    products: Option<CudaBuf<f32>>,
+}
+
+impl Workspace {
+    /// For the largest step. Only models that gather have experts.
+    pub(crate) fn new(dev: &mut Cuda, shape: &ModelShape) -> Result<Workspace> {
+        if shape.gathered == 0 {
+            return Ok(Workspace::default());
+        }
+        let len = dev.limits.rows * shape.gathered;
+        Ok(Workspace { products: Some(dev.take("experts' products", MemoryClass::Workspace, len)?) })
+    }
+}
+
+/// What [`crate::ops_v4::OpsV4::ffn_in`] does.
+pub(crate) fn ffn_in(
+    dev: &mut Cuda,
+    ws: &mut ExpertWork<Cuda>,
+    h: &CudaBuf<f32>,
+    w: &ExpertWeights<Cuda>,
+    cfg: &ExpertConfig,
+    rows: usize,
+) -> Result<()> {
+    assert!(ws.shared.len() >= rows * cfg.ffn, "units of {rows} rows");
+    dev.counters.weight_bytes += 4 * w.gate.len() as u64;
+    router::cuda::choose(dev, ws, h, w, cfg, rows)?;
+    dev.prepare_for(&w.shared_up, Source::of(h, cfg.hidden).rounded(cfg.inputs), rows)?;
+    let out = Out { at: ws.shared.ptr(), stride: cfg.ffn, then: Then::ClampedSilu { limit: cfg.limit } };
+    dev.product(&w.shared_up, out, rows)
+}
+
+/// What [`crate::ops_v4::OpsV4::experts_up`] does.
+pub(crate) fn up(
+    dev: &mut Cuda,
+    ws: &mut ExpertWork<Cuda>,
+    h: &CudaBuf<f32>,
+    w: &ExpertWeights<Cuda>,
+    cfg: &ExpertConfig,
+    rows: usize,
+) -> Result<()> {
+    assert!(ws.mid.len() >= rows * cfg.router.chosen * cfg.ffn, "units of {rows} rows");
+    dev.prepare_for(&w.up, Source::of(h, cfg.hidden).rounded(cfg.inputs), rows)?;
+    let out = Out { at: ws.mid.ptr(), stride: cfg.ffn, then: Then::ClampedSilu { limit: cfg.limit } };
+    dev.product_experts(&w.up, out, &Assigned { by_row: true, by_place: false, ..assigned(ws, w, cfg, rows) })
+}
+
+/// What [`crate::ops_v4::OpsV4::experts_down`] does.
+pub(crate) fn down(
+    dev: &mut Cuda,
+    out: &mut CudaBuf<f32>,
+    ws: &ExpertWork<Cuda>,
+    w: &ExpertWeights<Cuda>,
+    cfg: &ExpertConfig,
+    rows: usize,
+) -> Result<()> {
+    let (hidden, ffn, chosen) = (cfg.hidden, cfg.ffn, cfg.router.chosen);
+    let products = {
+        let products = dev.moe.products.as_ref().expect("`finish` was told that the model gathers");
+        assert!(products.len() >= rows * chosen * hidden && out.len() >= rows * hidden, "products of {rows} rows");
+        products.ptr()
+    };
+    // Assignments of rows that are not live are nobody's: there may be fewer than rows * chosen.
+    let count = ws.bounds.ptr() + 4 * cfg.router.experts as u64;
+    let from = Source { count: Some(count), ..Source::of(&ws.mid, ffn).rounded(cfg.inputs) };
+    dev.prepare_for(&w.down, from, rows * chosen)?;
+    let each = Out { at: products, stride: hidden, then: Then::Store };
+    dev.product_experts(&w.down, each, &Assigned { by_row: false, by_place: true, ..assigned(ws, w, cfg, rows) })?;
+    dev.prepare_for(&w.shared_down, Source::of(&ws.shared, ffn).rounded(cfg.inputs), rows)?;
+    let sum = Out { at: out.ptr(), stride: hidden, then: Then::Routed { products, chosen } };
+    dev.product(&w.shared_down, sum, rows)
+}
+
+fn assigned(ws: &ExpertWork<Cuda>, w: &ExpertWeights<Cuda>, cfg: &ExpertConfig, rows: usize) -> Assigned {
+    // A table may name an expert twice; scores choose each once.
+    let repeats = if matches!(w.router, RouterWeights::Hashed(_)) { cfg.router.chosen } else { 1 };
+    Assigned {
+        order: ws.order.ptr(),
+        bounds: ws.bounds.ptr(),
+        weights: ws.weights.ptr(),
+        experts: cfg.router.experts,
+        chosen: cfg.router.chosen,
+        rows,
+        repeats,
+        by_row: true,
+        by_place: false,
+    }
+}

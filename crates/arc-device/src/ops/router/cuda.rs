@@ -1,0 +1,110 @@
+//! The gate on the GPU: scores, choice, and the step's assignments.
+
+use super::{MAX_CHOSEN, MAX_EXPERTS};
+use crate::cuda::{Arg, Cuda, CudaBuf, Grid, Kernel, args, kernel};
+use crate::error::Result;
+use crate::math::SUM_CHUNK;
+use crate::ops::hc;
+use crate::ops_v4::{ExpertConfig, ExpertWeights, ExpertWork, RouterWeights};
+use crate::{MemoryClass, ModelShape};
+
+/// Rows that one kernel takes from scores to assignments.
+const FEW_ROWS: usize = 8;
+/// Experts of which it can choose.
+const FEW_EXPERTS: usize = 256;
+/// Rows of a tile of scores.
+const TILE_ROWS: usize = 16;
+/// Rows from which tiles have 32 experts instead of 8. Measured.
+const WIDE_ROWS: usize = 128;
+const THREADS: u32 = 256;
+
+/// Memory that the gate needs beside its operands.
+#[derive(Default)]
+pub(crate) struct Workspace {
+    /// `[rows, experts]`.
+    scores: Option<CudaBuf<f32>>,
+    /// Blocks that have finished; 0 between launches.
+    done: Option<CudaBuf<u32>>,
+}
+
+impl Workspace {
+    /// For the largest step and the most experts. Only models that gather have experts.
+    pub(crate) fn new(dev: &mut Cuda, shape: &ModelShape) -> Result<Workspace> {
+        if shape.gathered == 0 {
+            return Ok(Workspace::default());
+        }
+        let len = dev.limits.rows * MAX_EXPERTS;
+        Ok(Workspace {
+            scores: Some(dev.take("scores", MemoryClass::Workspace, len)?),
+            done: Some(dev.take("scores", MemoryClass::Workspace, 1)?),
+        })
+    }
+}
+
+/// The kernel that does it all for few rows, and the experts of its blocks.
+fn few(hidden: usize, experts: usize, rows: usize) -> Option<(Kernel, u32)> {
+    match hidden / SUM_CHUNK {
+        _ if rows > FEW_ROWS || experts > FEW_EXPERTS || !hidden.is_multiple_of(SUM_CHUNK) => None,
+        1 => Some((kernel!("arc_router_few_1"), 8)),
+        2 => Some((kernel!("arc_router_few_2"), 4)),
+        4 => Some((kernel!("arc_router_few_4"), 2)),
+        _ => None,
+    }
+}
+
+/// Chooses experts and sorts assignments: `ws.ids`, `ws.weights`, `ws.order`, `ws.bounds`. `h`: `[rows, hidden]`.
+pub(crate) fn choose(
+    dev: &mut Cuda,
+    ws: &mut ExpertWork<Cuda>,
+    h: &CudaBuf<f32>,
+    w: &ExpertWeights<Cuda>,
+    cfg: &ExpertConfig,
+    rows: usize,
+) -> Result<()> {
+    let (hidden, experts, chosen) = (cfg.hidden, cfg.router.experts, cfg.router.chosen);
+    assert!(experts <= MAX_EXPERTS && chosen <= MAX_CHOSEN.min(experts), "{chosen} of {experts} experts");
+    assert!(w.gate.len() == experts * hidden && h.len() >= rows * hidden, "a gate of {experts} x {hidden}");
+    assert!(ws.ids.len() >= rows * chosen && ws.weights.len() >= rows * chosen, "choices of {rows} rows");
+    assert!(ws.order.len() >= rows * chosen && ws.bounds.len() > experts, "assignments of {rows} rows");
+    let (table, bias) = match &w.router {
+        RouterWeights::Hashed(table) => (table.ptr(), 0),
+        RouterWeights::Learned(bias) => (0, bias.ptr()),
+    };
+    let (scores, done) = {
+        let own = dev.router.scores.as_ref().zip(dev.router.done.as_ref());
+        let (scores, done) = own.expect("`finish` was told that the model gathers");
+        assert!(scores.len() >= rows * experts, "scores of {rows} rows");
+        (scores.ptr(), done.ptr())
+    };
+    let (ids, weights, order, bounds) = (ws.ids.ptr(), ws.weights.ptr(), ws.order.ptr(), ws.bounds.ptr());
+    let (h, gate, infos, scale) = (h.ptr(), w.gate.ptr(), dev.view().infos(), cfg.router.scale);
+    let (n, width, of, most) = (rows as u32, hidden as u32, experts as u32, chosen as u32);
+    if let Some((kernel, per)) = few(hidden, experts, rows) {
+        let pending = hc::cuda::take_pending(dev);
+        let (mixing, iterations, eps) = pending.map_or((0, 0, 0.0), |p| (p.mixing, p.iterations, p.eps));
+        assert!(pending.is_none_or(|pending| pending.rows == n), "a site and a gate over different rows");
+        let blocks = of.div_ceil(per) + u32::from(pending.is_some());
+        #[rustfmt::skip]
+        let args: &[Arg<'_>] = args![
+            ids, weights, order, bounds, scores, done, h, gate, table, bias, infos, of, most, scale, n, mixing, iterations, eps,
+        ];
+        return dev.launch(kernel, Grid::new(blocks, THREADS), args);
+    }
+    if hidden.is_multiple_of(SUM_CHUNK) {
+        let (kernel, wide) = match rows >= WIDE_ROWS {
+            true => (kernel!("arc_router_scores_32"), 32),
+            false => (kernel!("arc_router_scores_8"), 8),
+        };
+        let shared = 4 * (SUM_CHUNK * (TILE_ROWS + wide)) as u32;
+        let grid = Grid::xy(of.div_ceil(wide as u32), n.div_ceil(TILE_ROWS as u32), THREADS).shared(shared);
+        dev.launch(kernel, grid, args![scores, h, gate, width, of, n])?;
+    } else {
+        let grid = Grid::xy(of.div_ceil(THREADS / 32), n, THREADS);
+        dev.launch(kernel!("arc_router_scores_any"), grid, args![scores, h, gate, width, of])?;
+    }
+    let grid = Grid::new(n.div_ceil(THREADS / 32), THREADS);
+    let args = args![ids, weights, scores, table, bias, infos, of, most, scale, n, 0u32];
+    dev.launch(kernel!("arc_router_choose"), grid, args)?;
+    let grid = Grid::new(1, 1024).shared(32 * 4 * of);
+    dev.launch(kernel!("arc_moe_assign"), grid, args![order, bounds, ids, infos, n, most, of])
+}

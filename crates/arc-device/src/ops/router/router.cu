@@ -1,0 +1,268 @@
+// Router: scores, choice and, where rows are few, the step's assignments. Exact: the bits of router.rs and moe.rs.
+//
+// Few rows:   router_few: a warp has one chunk of one expert's dot product; the last block to finish chooses.
+// Many rows:  router_scores (tiles of 16 rows and 32 experts), router_choose (a warp a row), moe_assign.
+// Any width:  router_scores_any.
+#include "../../pdl.cuh"
+#include "../../step.cuh"
+#include "../hc/hc.cuh"
+#include "../moe/moe.cuh"
+#include "router.cuh"
+
+using namespace arc;
+using namespace arc::router;
+
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kFewRows = 8, kFewExperts = 256;
+
+// Experts of a row by one warp, from its scores.
+template <typename Bias>
+__device__ __forceinline__ void choose_row(unsigned* ids, float* weights, Chosen& found, const float* scores,
+                                           const unsigned* table, Bias bias, unsigned experts, unsigned chosen,
+                                           float scale) {
+    if (experts <= 256) choose<8>(ids, weights, found, scores, table, bias, experts, chosen, scale);
+    else choose<kMaxExperts / 32>(ids, weights, found, scores, table, bias, experts, chosen, scale);
+}
+
+// One chunk of N rows, whose values come together, with one expert's; those past the last row are the last again.
+template <int N>
+__device__ __forceinline__ void dots(float* sums, int stride, const float4 (&w)[kChunkReads], const float* x,
+                                     unsigned hidden, unsigned first, unsigned rows) {
+    const int lane = threadIdx.x & 31;
+    float4 v[N];
+    float s[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const float4* row = reinterpret_cast<const float4*>(x + (size_t)min(first + i, rows - 1) * hidden) + lane;
+        v[i] = fold_chunk4([&](int j) { return mul4(w[j], __ldcg(row + 32 * j)); });
+    }
+    sum_lanes4(v, s);
+    if (lane == 0) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) sums[min(first + i, rows - 1) * stride] = s[i];
+    }
+}
+
+// CHUNKS warps an expert, 8 / CHUNKS experts a block, up to 8 rows and 256 experts. The gate's values are loaded before the wait.
+// `done`: a counter that is 0 between launches. `mixing`: null, or mixing values that one block more settles.
+template <int CHUNKS>
+__device__ __forceinline__ void router_few(unsigned* ids, float* weights, unsigned* order, unsigned* bounds,
+                                           float* scores, unsigned* done, const float* h, const float* gate,
+                                           const unsigned* table, const float* bias, const RowInfo* infos,
+                                           unsigned experts, unsigned chosen, float scale, unsigned rows,
+                                           float* mixing, unsigned iterations, float eps) {
+    constexpr int kExperts = kWarps / CHUNKS, kHidden = CHUNKS * kSumChunk;
+    __shared__ float sums[kFewRows][kExperts][CHUNKS];
+    __shared__ float all[kFewRows * kFewExperts];
+    __shared__ Contest contest;
+    __shared__ Chosen found[kFewRows];
+    __shared__ __align__(16) unsigned assigned[kFewRows * kMaxChosen];
+    __shared__ bool last;
+    pdl_launch();
+    const int t = threadIdx.x, warp = t / 32, lane = t % 32, chunk = warp % CHUNKS;
+    const unsigned blocks = gridDim.x - (mixing != nullptr);
+    if (blockIdx.x == blocks) {
+        // One block more, for what the site before has put off.
+        pdl_wait();
+        if (warp < (int)rows) hc::settle(mixing + warp * hc::kMixes, iterations, eps);
+        return;
+    }
+    const unsigned expert = min(blockIdx.x * kExperts + warp / CHUNKS, experts - 1);
+    float4 w[kChunkReads];
+    const float4* from = reinterpret_cast<const float4*>(gate + (size_t)expert * kHidden + chunk * kSumChunk) + lane;
+#pragma unroll
+    for (int j = 0; j < kChunkReads; ++j) w[j] = load_early(from + 32 * j);
+    if (t < CHUNKS) prefetch(h + t * kSumChunk);
+    pdl_wait();
+    const float* x = h + chunk * kSumChunk;
+    if (rows == 1) {
+        dots<1>(&sums[0][warp / CHUNKS][chunk], kExperts * CHUNKS, w, x, kHidden, 0, rows);
+    } else {
+        for (unsigned r = 0; r < rows; r += 2)
+            dots<2>(&sums[0][warp / CHUNKS][chunk], kExperts * CHUNKS, w, x, kHidden, r, rows);
+    }
+    __syncthreads();
+    if (t < (int)rows * kExperts) {
+        const unsigned r = t / kExperts, e = blockIdx.x * kExperts + t % kExperts;
+        float logit = 0.0f;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) logit = __fadd_rn(logit, sums[r][t % kExperts][c]);
+        if (e < experts) scores[r * experts + e] = score(logit);
+        __threadfence();
+    }
+    __syncthreads();
+    if (t == 0) last = atomicAdd(done, 1u) == blocks - 1;
+    // What the last block needs beside the scores, on its way meanwhile.
+    const float own_bias = !table && t < (int)experts ? __ldg(bias + t) : 0.0f;
+    const uint2* info = reinterpret_cast<const uint2*>(infos + (lane < (int)rows ? lane : 0));
+    const unsigned live = __ballot_sync(kFullWarp, __ldcg(info).x != 0), token = __ldcg(info + 1).y;
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    for (unsigned i = t; i < rows * experts; i += blockDim.x) all[i] = __ldcg(scores + i);
+    if (t == 0) *done = 0;
+    for (int i = t; i < kFewRows * kMaxChosen; i += blockDim.x) assigned[i] = 0xffffffffu;
+    __syncthreads();
+    if (rows == 1) {
+        const unsigned* picks = table ? table + (size_t)__shfl_sync(kFullWarp, token, 0) * chosen : nullptr;
+        choose_block(ids, weights, contest, t < (int)experts ? all[t] : 0.0f, picks, own_bias, experts, chosen, scale, all);
+        if (warp == 0 && lane < (int)chosen) assigned[lane] = live & 1 ? contest.found.ids[lane] : 0xffffffffu;
+    } else if (warp < (int)rows) {
+        const unsigned* picks = table ? table + (size_t)__shfl_sync(kFullWarp, token, warp) * chosen : nullptr;
+        choose<kFewExperts / 32>(ids + warp * chosen, weights + warp * chosen, found[warp], all + warp * experts, picks,
+                                 [&](int i) { return __ldg(bias + lane + 32 * i); }, experts, chosen, scale);
+        __syncwarp();
+        if (lane < (int)chosen) {
+            assigned[warp * chosen + lane] = live >> warp & 1 ? found[warp].ids[lane] : 0xffffffffu;
+        }
+    }
+    __syncthreads();
+    moe::assign_few(order, bounds, assigned, rows * chosen, experts);
+}
+
+}  // namespace
+
+#define ARC_ROUTER_FEW(CHUNKS)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(32 * kWarps) arc_router_few_##CHUNKS(                                 \
+        unsigned* ids, float* weights, unsigned* order, unsigned* bounds, float* scores, unsigned* done,               \
+        const float* h, const float* gate, const unsigned* table, const float* bias, const RowInfo* infos,             \
+        unsigned experts, unsigned chosen, float scale, unsigned rows, float* mixing, unsigned iterations, float eps) {  \
+        router_few<CHUNKS>(ids, weights, order, bounds, scores, done, h, gate, table, bias, infos, experts, chosen,    \
+                           scale, rows, mixing, iterations, eps);                                                      \
+    }
+ARC_ROUTER_FEW(1)
+ARC_ROUTER_FEW(2)
+ARC_ROUTER_FEW(4)
+
+namespace {
+
+constexpr int kTileRows = 16;
+constexpr int kSub = 4;  // rows and experts of a warp's product
+
+// One chunk of 4 x 4 dot products: lane l takes elements l + 32 j. Runs of halvings are folded as they become complete,
+// so at most one value of every length waits: LEN products from index J in steps of STEP.
+template <int LEN, int STEP, int J>
+__device__ __forceinline__ void fold_products(float (&out)[kSub][kSub], const float* x, const float* w) {
+    if constexpr (LEN == 1) {
+        float a[kSub], b[kSub];
+#pragma unroll
+        for (int i = 0; i < kSub; ++i) a[i] = x[i * kSumChunk + 32 * J], b[i] = w[i * kSumChunk + 32 * J];
+#pragma unroll
+        for (int i = 0; i < kSub; ++i) {
+#pragma unroll
+            for (int e = 0; e < kSub; ++e) out[i][e] = __fmul_rn(b[e], a[i]);
+        }
+    } else {
+        // The halving that joins these two runs is the one by STEP: of the indices J + STEP i, even and odd i.
+        float other[kSub][kSub];
+        fold_products<LEN / 2, STEP * 2, J>(out, x, w);
+        fold_products<LEN / 2, STEP * 2, J + STEP>(other, x, w);
+#pragma unroll
+        for (int i = 0; i < kSub; ++i) {
+#pragma unroll
+            for (int e = 0; e < kSub; ++e) out[i][e] = __fadd_rn(out[i][e], other[i][e]);
+        }
+    }
+}
+
+// The halvings by 16 to 1 of 16 sums: lane l ends with sum l / 2.
+__device__ __forceinline__ float fold_lanes16(const float (&v)[kSub][kSub]) {
+    const int lane = threadIdx.x & 31;
+    float s[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) s[i] = v[i / kSub][i % kSub];
+#pragma unroll
+    for (int half = 16; half > 1; half /= 2) {
+        // Lanes with this bit keep the upper half of what they have.
+        const bool upper = lane & half;
+#pragma unroll
+        for (int i = 0; i < half / 2; ++i) {
+            const float kept = upper ? s[i + half / 2] : s[i], sent = upper ? s[i] : s[i + half / 2];
+            s[i] = __fadd_rn(kept, __shfl_xor_sync(kFullWarp, sent, half));
+        }
+    }
+    return __fadd_rn(s[0], __shfl_xor_sync(kFullWarp, s[0], 1));
+}
+
+// scores[row][expert] of a tile of 16 rows and EXPERTS experts. Dynamic shared memory: 16 + EXPERTS chunks.
+template <int EXPERTS>
+__device__ __forceinline__ void tile_scores(float* scores, const float* h, const float* gate, unsigned hidden,
+                                            unsigned experts, unsigned rows) {
+    extern __shared__ __align__(16) float tile[];
+    pdl_launch();
+    const int t = threadIdx.x, warp = t / 32, lane = t % 32;
+    const unsigned first_expert = blockIdx.x * EXPERTS, first_row = blockIdx.y * kTileRows;
+    float *xs = tile, *ws = tile + kTileRows * kSumChunk;
+    constexpr int kTasks = kTileRows / kSub * (EXPERTS / kSub), kEach = kTasks / kWarps;
+    float totals[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) totals[i] = 0.0f;
+    pdl_wait();
+    for (unsigned start = 0; start < hidden; start += kSumChunk) {
+        __syncthreads();
+        for (int i = 0; i < kTileRows + EXPERTS; ++i) {
+            const bool is_row = i < kTileRows;
+            const unsigned r = is_row ? min(first_row + i, rows - 1) : min(first_expert + i - kTileRows, experts - 1);
+            const float4* from = reinterpret_cast<const float4*>((is_row ? h : gate) + (size_t)r * hidden + start);
+            reinterpret_cast<float4*>(tile + i * kSumChunk)[t] = from[t];
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int task = warp + kWarps * i, r = task % (kTileRows / kSub) * kSub, e = task / (kTileRows / kSub) * kSub;
+            float v[kSub][kSub];
+            fold_products<kSumChunk / 32, 1, 0>(v, xs + r * kSumChunk + lane, ws + e * kSumChunk + lane);
+            totals[i] = __fadd_rn(totals[i], fold_lanes16(v));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int task = warp + kWarps * i, r = task % (kTileRows / kSub) * kSub, e = task / (kTileRows / kSub) * kSub;
+        const unsigned row = first_row + r + lane / 2 / kSub, expert = first_expert + e + lane / 2 % kSub;
+        if (lane % 2 == 0 && row < rows && expert < experts) scores[(size_t)row * experts + expert] = score(totals[i]);
+    }
+}
+
+}  // namespace
+
+// Grid: (experts / 32, rows / 16).
+extern "C" __global__ void __launch_bounds__(32 * kWarps, 1)
+    arc_router_scores_32(float* scores, const float* h, const float* gate, unsigned hidden, unsigned experts,
+                         unsigned rows) {
+    tile_scores<32>(scores, h, gate, hidden, experts, rows);
+}
+
+// Grid: (experts / 8, rows / 16): more blocks, for fewer rows.
+extern "C" __global__ void __launch_bounds__(32 * kWarps, 2)
+    arc_router_scores_8(float* scores, const float* h, const float* gate, unsigned hidden, unsigned experts,
+                        unsigned rows) {
+    tile_scores<8>(scores, h, gate, hidden, experts, rows);
+}
+
+// A warp an expert and row. Grid: (experts / 8, rows).
+extern "C" __global__ void __launch_bounds__(32 * kWarps)
+    arc_router_scores_any(float* scores, const float* h, const float* gate, unsigned hidden, unsigned experts) {
+    pdl_launch();
+    pdl_wait();
+    const unsigned e = blockIdx.x * kWarps + threadIdx.x / 32, row = blockIdx.y;
+    if (e >= experts) return;
+    const float *w = gate + (size_t)e * hidden, *x = h + (size_t)row * hidden;
+    const float logit = sum_warp(hidden, [&](int i) { return __fmul_rn(w[i], x[i]); });
+    if (threadIdx.x % 32 == 0) scores[(size_t)row * experts + e] = score(logit);
+}
+
+// A warp a row.
+extern "C" __global__ void __launch_bounds__(32 * kWarps)
+    arc_router_choose(unsigned* ids, float* weights, const float* scores, const unsigned* table, const float* bias,
+                      const RowInfo* infos, unsigned experts, unsigned chosen, float scale, unsigned rows) {
+    pdl_launch();
+    pdl_wait();
+    __shared__ Chosen found[kWarps];
+    const unsigned row = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= rows) return;
+    const unsigned* picks = table ? table + (size_t)infos[row].token * chosen : nullptr;
+    choose_row(ids + row * chosen, weights + row * chosen, found[threadIdx.x / 32], scores + (size_t)row * experts,
+               picks, [&](int i) { return __ldg(bias + lane + 32 * i); }, experts, chosen, scale);
+}
