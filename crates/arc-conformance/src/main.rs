@@ -18,6 +18,7 @@ mod kv;
 mod matmul;
 mod models;
 mod moe;
+mod quant;
 mod rows;
 mod sample;
 mod state;
@@ -60,6 +61,7 @@ fn main() -> ExitCode {
     matmul::cases(&mut suite);
     kv::cases(&mut suite);
     sample::cases(&mut suite);
+    quant::cases(&mut suite);
     state::cases(&mut suite);
     faults::cases(&mut suite);
     models::cases(&mut suite, &models);

@@ -30,6 +30,7 @@ use crate::format::fp8::{E4M3_MAX, e4m3_to_f32, f32_to_e4m3};
 use crate::format::half::{bf16_to_f32, e8m0_to_f32, f32_to_bf16, f32_to_e8m0_up};
 use crate::simd::multiversion;
 
+pub(crate) mod cuda;
 #[cfg(test)]
 mod tests;
 
