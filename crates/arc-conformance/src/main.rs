@@ -15,6 +15,7 @@ mod faults;
 mod hc;
 mod inputs;
 mod kv;
+mod latent;
 mod matmul;
 mod models;
 mod moe;
@@ -62,6 +63,7 @@ fn main() -> ExitCode {
     kv::cases(&mut suite);
     sample::cases(&mut suite);
     quant::cases(&mut suite);
+    latent::cases(&mut suite);
     state::cases(&mut suite);
     faults::cases(&mut suite);
     models::cases(&mut suite, &models);

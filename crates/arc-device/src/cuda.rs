@@ -178,6 +178,7 @@ pub struct Cuda {
     pub(crate) hc: crate::ops::hc::cuda::Workspace,
     pub(crate) router: crate::ops::router::cuda::Workspace,
     pub(crate) moe: crate::ops::moe::cuda::Workspace,
+    pub(crate) latent: crate::ops::latent::cuda::Workspace,
 }
 
 impl Cuda {
@@ -204,6 +205,7 @@ impl Cuda {
             hc: crate::ops::hc::cuda::Workspace::default(),
             router: crate::ops::router::cuda::Workspace::default(),
             moe: crate::ops::moe::cuda::Workspace::default(),
+            latent: crate::ops::latent::cuda::Workspace::default(),
         })
     }
 
@@ -469,6 +471,9 @@ impl Alloc for Cuda {
         self.hc = crate::ops::hc::cuda::Workspace::new(self, shape)?;
         self.router = crate::ops::router::cuda::Workspace::new(self, shape)?;
         self.moe = crate::ops::moe::cuda::Workspace::new(self, shape)?;
+        let mutant = self.latent.mutant;
+        self.latent = crate::ops::latent::cuda::Workspace::new(self, shape)?;
+        self.latent.mutant = mutant;
         self.driver.synchronize("load")?;
         Ok(())
     }

@@ -5,6 +5,8 @@ use super::{Cuda, Grid, args, kernel};
 use crate::error::Result;
 use crate::ops::hc::{self, HcConfig, STREAMS};
 use crate::ops::moe;
+use crate::ops::hc::{HcConfig, STREAMS};
+use crate::ops::matmul::cuda::{Out, Source, Then};
 use crate::ops::quant::Inputs;
 use crate::ops_v4::{
     DraftWeights, ExpertConfig, ExpertWeights, ExpertWork, HcHead, HcSite, Incoming, LatentLayer, LatentState,
@@ -31,68 +33,70 @@ impl OpsV4 for Cuda {
 
     fn attn_in(
         &mut self,
-        _ws: &mut LatentWork<Self>,
-        _h: &Self::Buf<f32>,
-        _w: &LatentWeights<Self>,
-        _layer: &LatentLayer<'_, Self>,
-        _rows: usize,
+        ws: &mut LatentWork<Self>,
+        h: &Self::Buf<f32>,
+        w: &LatentWeights<Self>,
+        layer: &LatentLayer<'_, Self>,
+        rows: usize,
     ) -> Result<()> {
-        Err(todo("attn_in"))
+        self.latent_in(ws, h, w, layer, rows)
     }
 
     fn attn_q_kv(
         &mut self,
-        _ws: &mut LatentWork<Self>,
-        _state: &mut LatentState<Self>,
-        _w: &LatentWeights<Self>,
-        _layer: &LatentLayer<'_, Self>,
-        _select: bool,
-        _rows: usize,
+        ws: &mut LatentWork<Self>,
+        state: &mut LatentState<Self>,
+        w: &LatentWeights<Self>,
+        layer: &LatentLayer<'_, Self>,
+        select: bool,
+        rows: usize,
     ) -> Result<()> {
-        Err(todo("attn_q_kv"))
+        self.latent_q_kv(ws, state, w, layer, select, rows)
     }
 
     fn index_select(
         &mut self,
-        _ws: &mut LatentWork<Self>,
-        _state: &LatentState<Self>,
-        _layer: &LatentLayer<'_, Self>,
-        _rows: usize,
+        ws: &mut LatentWork<Self>,
+        state: &LatentState<Self>,
+        layer: &LatentLayer<'_, Self>,
+        rows: usize,
     ) -> Result<()> {
-        Err(todo("index_select"))
+        self.index_choose(ws, state, layer, rows)
     }
 
     fn attn_latent(
         &mut self,
-        _ws: &mut LatentWork<Self>,
-        _state: &mut LatentState<Self>,
-        _w: &LatentWeights<Self>,
-        _layer: &LatentLayer<'_, Self>,
-        _select: bool,
-        _rows: usize,
+        ws: &mut LatentWork<Self>,
+        state: &mut LatentState<Self>,
+        w: &LatentWeights<Self>,
+        layer: &LatentLayer<'_, Self>,
+        select: bool,
+        rows: usize,
     ) -> Result<()> {
-        Err(todo("attn_latent"))
+        self.latent_attend(ws, state, w, layer, select, rows)
     }
 
     fn attn_out_a(
         &mut self,
-        _ws: &mut LatentWork<Self>,
-        _w: &LatentWeights<Self>,
-        _layer: &LatentLayer<'_, Self>,
-        _rows: usize,
+        ws: &mut LatentWork<Self>,
+        w: &LatentWeights<Self>,
+        layer: &LatentLayer<'_, Self>,
+        rows: usize,
     ) -> Result<()> {
-        Err(todo("attn_out_a"))
+        self.latent_out_a(ws, w, layer, rows)
     }
 
     fn attn_out_b(
         &mut self,
-        _out: &mut Self::Buf<f32>,
-        _ws: &LatentWork<Self>,
-        _w: &LatentWeights<Self>,
-        _layer: &LatentLayer<'_, Self>,
-        _rows: usize,
+        out: &mut Self::Buf<f32>,
+        ws: &LatentWork<Self>,
+        w: &LatentWeights<Self>,
+        layer: &LatentLayer<'_, Self>,
+        rows: usize,
     ) -> Result<()> {
-        Err(todo("attn_out_b"))
+        let source = Source::of(&ws.grouped, w.out_b.cols).rounded(layer.inputs);
+        self.prepare_for(&w.out_b, source, rows)?;
+        self.product(&w.out_b, Out { at: out.ptr(), stride: w.out_b.rows, then: Then::Store }, rows)
     }
 
     fn ffn_in(

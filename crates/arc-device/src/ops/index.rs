@@ -107,5 +107,6 @@ impl Best {
     }
 }
 
+pub(crate) mod cuda;
 #[cfg(test)]
 mod tests;

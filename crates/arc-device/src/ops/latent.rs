@@ -278,5 +278,6 @@ fn kv_row(dim: usize) -> KvRow {
     KvRow { nope: dim - ROPE_DIM, rope: ROPE_DIM }
 }
 
+pub mod cuda;
 #[cfg(test)]
 mod tests;

@@ -1,0 +1,462 @@
+// The indexer's scores and its choice. Exact.
+//
+// index_score  scores of the visible keys of a row, as ordered integers. In the format Fp4 with 64 heads of 128 values, a
+//              warp takes eight keys by int8 mma: codes are integers, a block of 32 has one power of two on either side,
+//              and where the powers of a row and a key span little, every partial sum of the CPU's order is a multiple
+//              of the smallest that 24 bits hold: all orders give the same bits. Other keys, and other formats, go through
+//              the CPU's order step by step.
+// index_pick   the best of a row, by radix selection over the blocks of a cluster.
+#include "ops/index/index.cuh"
+#include "ops/latent/latent.cuh"
+#include "pdl.cuh"
+
+namespace arc {
+
+namespace {
+
+constexpr uint32_t kFull = 0xffffffffu;
+constexpr uint32_t kThreads = 256, kWarps = 8;
+// Heads and values of the straight path.
+constexpr uint32_t kHeads = 64, kDim = kIndexDim, kTiles = kHeads / 16, kBlocks = kDim / 32;
+// Distance between heads of int8 codes.
+constexpr uint32_t kCodeStride = kDim + 16;
+// The most that scales may span, as powers of two: 128 products of at most 12 * 12 / 4 stay below 2^24 of the smallest.
+constexpr uint32_t kMostSpan = 9;
+// An integer in the low bits of this float's mantissa is the float's distance from it.
+constexpr uint32_t kMagicBits = 0x4b400000u;
+constexpr float kMagic = 12582912.0f;
+
+// The doubled values of four E2M1 codes, one a byte, as int8.
+__device__ __forceinline__ uint32_t doubled(uint32_t codes) {
+    const uint32_t m = codes & 0x07070707u, t = m | m >> 4;
+    const uint32_t select = (t & 0xff) | (t >> 8 & 0xff00);
+    const uint32_t plus = __byte_perm(0x03020100u, 0x0c080604u, select);
+    const uint32_t minus = __byte_perm(0xfdfeff00u, 0xf4f8fafcu, select);
+    // The sign bit of every code fills its byte.
+    uint32_t negative;
+    asm("prmt.b32 %0, %1, 0, 0xba98;" : "=r"(negative) : "r"(codes << 4));
+    return (minus & negative) | (plus & ~negative);
+}
+
+__device__ __forceinline__ void mma_s8(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(kMagicBits));
+}
+
+// Smallest and largest of a vector's scale bytes, blocks of zeros left out, and the bytes with those filled in.
+struct Scales {
+    uint32_t bytes, least, most;
+};
+
+// Bytes of four scales; bit b of `zeros`: block b holds nothing but zeros.
+__device__ __forceinline__ Scales scales_of(uint32_t bytes, uint32_t zeros) {
+    Scales s{bytes, 255, 0};
+#pragma unroll
+    for (uint32_t b = 0; b < kBlocks; ++b) {
+        const uint32_t byte = bytes >> 8 * b & 0xff;
+        if ((zeros >> b & 1) == 0) s.least = min(s.least, byte), s.most = max(s.most, byte);
+    }
+    if (s.most == 0) s.least = s.most = 127;
+#pragma unroll
+    for (uint32_t b = 0; b < kBlocks; ++b) {
+        if (zeros >> b & 1) s.bytes = (s.bytes & ~(0xffu << 8 * b)) | s.most << 8 * b;
+    }
+    return s;
+}
+
+// Half a scale, as the doubled integers want it.
+__device__ __forceinline__ float half_scale(uint32_t bytes, uint32_t b) { return __uint_as_float(((bytes >> 8 * b & 0xff) - 1) << 23); }
+
+// Values of one key as a warp holds them.
+__device__ __forceinline__ void read_key(float (&x)[4], const uint8_t* key, uint32_t dim, uint32_t format) {
+    const uint32_t lane = threadIdx.x & 31;
+    if (format != kRowFp4) {
+        load_row(x, reinterpret_cast<const float*>(key), dim);
+        return;
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < 4; ++j) {
+        const uint32_t byte = key[16 * j + (lane & 15)];
+        x[j] = __fmul_rn(e2m1_to_f32(lane < 16 ? byte & 15 : byte >> 4), e8m0_to_f32(key[kDim / 2 + j]));
+    }
+}
+
+// Score of one key by a warp, every operation as on the CPU. Heads: at most 128.
+__device__ float score_in_order(const float* q, const float* weights, const uint8_t* key, uint32_t heads, uint32_t dim,
+                                uint32_t format) {
+    const uint32_t lane = threadIdx.x & 31;
+    float x[4], terms[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    read_key(x, key, dim, format);
+    // Several heads at a time, so that their values come together.
+    constexpr uint32_t kTogether = 4;
+    for (uint32_t first = 0; first < heads; first += kTogether) {
+        float y[kTogether][4];
+#pragma unroll
+        for (uint32_t i = 0; i < kTogether; ++i) load_row(y[i], q + (size_t)min(first + i, heads - 1) * dim, dim);
+#pragma unroll
+        for (uint32_t i = 0; i < kTogether; ++i) {
+            const uint32_t h = first + i;
+#pragma unroll
+            for (uint32_t j = 0; j < 4; ++j) y[i][j] = __fmul_rn(y[i][j], x[j]);
+            const float s = fold_power(y[i], dim);
+            const float term = h < heads ? __fmul_rn(weights[h], s < 0.0f ? 0.0f : s) : 0.0f;
+#pragma unroll
+            for (uint32_t j = 0; j < 4; ++j) {
+                if (h == lane + 32 * j) terms[j] = term;
+            }
+        }
+    }
+    return fold_power(terms, heads);
+}
+
+}  // namespace
+
+// Grid: (blocks of a row, rows of this launch). `scores`: [rows of this launch, most]; `first`: the first of these rows.
+// `factor`: what the projected weights are multiplied by. `straight`: whether int8 mma may be used.
+extern "C" __global__ void __launch_bounds__(256)
+    index_score(LatentArgs a, uint32_t* scores, uint32_t most, uint32_t first, float factor, uint32_t straight,
+                StepView view) {
+    __shared__ __align__(16) int8_t codes[kHeads][kCodeStride];
+    __shared__ float weights[kIndexDim];
+    __shared__ uint32_t bytes_of[kHeads];
+    __shared__ uint32_t span, least, highest, exact;
+    pdl_launch();
+    const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+    if (thread == 0) span = 0, least = 255, highest = 0, exact = 1;
+    __syncthreads();
+    pdl_wait();
+    const uint32_t r = first + blockIdx.y;
+    const RowInfo info = view.infos[r];
+    const uint32_t visible = info.live ? a.keys.visible(info.pos) : 0;
+    if (visible <= a.top) return;
+    if (visible > most) {
+        // The step's context class was too small.
+        if (thread == 0) report_fault(view, 0x69780001);
+        return;
+    }
+    scores += (size_t)blockIdx.y * most;
+    const uint32_t* blocks = view.blocks + (size_t)info.slot * view.max_blocks;
+    const uint32_t heads = a.index_heads, dim = a.index_dim;
+    const float* q = a.index_q + (size_t)r * heads * dim;
+    const float* projected = a.pool + (size_t)r * a.pool_dim + a.pool_dim - heads;
+    for (uint32_t h = thread; h < heads; h += kThreads) weights[h] = __fmul_rn(projected[h], factor);
+    if (!straight) {
+        __syncthreads();
+        for (uint32_t w = blockIdx.x * kWarps + warp; w < visible; w += gridDim.x * kWarps) {
+            const uint8_t* key = a.keys.rows + a.keys.place(blocks, w) * a.keys.row_bytes;
+            const float score = score_in_order(q, weights, key, heads, dim, a.key_format);
+            if (lane == 0) scores[w] = ordinal(score);
+        }
+        return;
+    }
+    // Queries back to codes: a warp takes heads in turn, as it holds rows.
+    float values[kHeads / kWarps][4];
+#pragma unroll
+    for (uint32_t i = 0; i < kHeads / kWarps; ++i) load_row(values[i], q + (warp + i * kWarps) * kDim, kDim);
+#pragma unroll
+    for (uint32_t i = 0; i < kHeads / kWarps; ++i) {
+        const uint32_t h = warp + i * kWarps;
+        const float(&x)[4] = values[i];
+        uint32_t bytes = 0, zeros = 0;
+        bool fits = true;
+#pragma unroll
+        for (uint32_t b = 0; b < kBlocks; ++b) {
+            const uint32_t amax = __reduce_max_sync(kFull, magnitude_bits(x[b]));
+            const uint32_t scale = fp4_scale(amax);
+            const int code = __float2int_rn(__fmul_rn(__fmul_rn(x[b], inverse_scale(scale)), 2.0f));
+            fits = fits && __fmul_rn((float)code, __fmul_rn(0.5f, e8m0_to_f32(scale))) == x[b];
+            codes[h][32 * b + lane] = code;
+            bytes |= scale << 8 * b;
+            zeros |= (uint32_t)(amax == 0) << b;
+        }
+        fits = __all_sync(kFull, fits);
+        if (lane == 0) {
+            const Scales s = scales_of(bytes, zeros);
+            bytes_of[h] = s.bytes;
+            atomicMax(&span, s.most - s.least);
+            atomicMin(&least, s.least);
+            atomicMax(&highest, s.most);
+            if (!fits) exact = 0;
+        }
+    }
+    __syncthreads();
+    const uint32_t tiles = (visible + 7) / 8;
+    uint32_t x[kTiles][kBlocks][4];
+    float head_scale[kTiles][2][kBlocks], weight[kTiles][2];
+#pragma unroll
+    for (uint32_t m = 0; m < kTiles; ++m) {
+#pragma unroll
+        for (uint32_t b = 0; b < kBlocks; ++b) {
+            const uint32_t at = (uint32_t)__cvta_generic_to_shared(&codes[16 * m + (lane & 15)][32 * b + (lane >> 4) * 16]);
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(x[m][b][0]), "=r"(x[m][b][1]), "=r"(x[m][b][2]), "=r"(x[m][b][3])
+                         : "r"(at)
+                         : "memory");
+        }
+#pragma unroll
+        for (uint32_t half = 0; half < 2; ++half) {
+            const uint32_t h = 16 * m + 8 * half + (lane >> 2);
+            weight[m][half] = weights[h];
+#pragma unroll
+            for (uint32_t b = 0; b < kBlocks; ++b) head_scale[m][half][b] = half_scale(bytes_of[h], b);
+        }
+    }
+    // Few keys are spread over the blocks before a block takes a second tile.
+    for (uint32_t tile = blockIdx.x + gridDim.x * warp; tile < tiles; tile += gridDim.x * kWarps) {
+        // The lane brings a quarter of every block of key lane / 4 of the tile.
+        const uint32_t w = min(tile * 8 + (lane >> 2), visible - 1);
+        const uint32_t* key = reinterpret_cast<const uint32_t*>(a.keys.rows + a.keys.place(blocks, w) * a.keys.row_bytes);
+        uint32_t raw[kBlocks], zeros = 0;
+#pragma unroll
+        for (uint32_t b = 0; b < kBlocks; ++b) raw[b] = key[4 * b + (lane & 3)];
+        const uint32_t key_bytes = key[kDim / 8];
+#pragma unroll
+        for (uint32_t b = 0; b < kBlocks; ++b) {
+            const uint32_t used = __ballot_sync(kFull, (raw[b] & 0x77777777u) != 0);
+            zeros |= (uint32_t)((used >> (lane & 28) & 15) == 0) << b;
+        }
+        const Scales s = scales_of(key_bytes, zeros);
+        const bool plain = exact && span + s.most - s.least <= kMostSpan && least + s.least >= 254 - 110 &&
+                           highest + s.most <= 254 + 100 && s.most != kPoison && highest != kPoison;
+        // Columns 2 (lane % 4) and the next of the tile.
+        float key_scale[2][kBlocks], sum[kTiles][2][2];
+#pragma unroll
+        for (uint32_t e = 0; e < 2; ++e) {
+            const uint32_t of = __shfl_sync(kFull, s.bytes, 8 * (lane & 3) + 4 * e);
+#pragma unroll
+            for (uint32_t b = 0; b < kBlocks; ++b) key_scale[e][b] = half_scale(of, b);
+        }
+#pragma unroll
+        for (uint32_t b = 0; b < kBlocks; ++b) {
+            const uint32_t b0 = doubled(raw[b] & 0x0f0f0f0fu), b1 = doubled(raw[b] >> 4 & 0x0f0f0f0fu);
+#pragma unroll
+            for (uint32_t m = 0; m < kTiles; ++m) {
+                int c[4];
+                mma_s8(c, x[m][b], b0, b1);
+#pragma unroll
+                for (uint32_t i = 0; i < 4; ++i) {
+                    const float dot = __fmul_rn(__fsub_rn(__int_as_float(c[i]), kMagic), head_scale[m][i / 2][b]);
+                    float& to = sum[m][i / 2][i % 2];
+                    to = b == 0 ? __fmul_rn(dot, key_scale[i % 2][b]) : __fmaf_rn(dot, key_scale[i % 2][b], to);
+                }
+            }
+        }
+        float total[2];
+#pragma unroll
+        for (uint32_t e = 0; e < 2; ++e) {
+            float t[kTiles][2];
+#pragma unroll
+            for (uint32_t m = 0; m < kTiles; ++m) {
+#pragma unroll
+                for (uint32_t half = 0; half < 2; ++half) {
+                    const float v = sum[m][half][e];
+                    t[m][half] = __fadd_rn(__fmul_rn(weight[m][half], v < 0.0f ? 0.0f : v), 0.0f);
+                }
+            }
+            // Heads h + 32, h + 16, h + 8 stand in the lane, h + 4, h + 2, h + 1 in others.
+            const float low = __fadd_rn(__fadd_rn(t[0][0], t[2][0]), __fadd_rn(t[1][0], t[3][0]));
+            const float high = __fadd_rn(__fadd_rn(t[0][1], t[2][1]), __fadd_rn(t[1][1], t[3][1]));
+            float v = __fadd_rn(low, high);
+#pragma unroll
+            for (int half = 16; half >= 4; half >>= 1) v = __fadd_rn(v, __shfl_xor_sync(kFull, v, half));
+            total[e] = v;
+        }
+        if (lane < 4) {
+#pragma unroll
+            for (uint32_t e = 0; e < 2; ++e) {
+                const uint32_t to = tile * 8 + 2 * lane + e;
+                if (to < visible) scores[to] = ordinal(total[e]);
+            }
+        }
+        uint32_t slow = __ballot_sync(kFull, !plain);
+        if (slow != 0) {
+            for (uint32_t i = 0; i < 8; ++i) {
+                const uint32_t to = tile * 8 + i;
+                if ((slow >> 4 * i & 1) && to < visible) {
+                    const uint8_t* at = a.keys.rows + a.keys.place(blocks, to) * a.keys.row_bytes;
+                    const float score = score_in_order(q, weights, at, kHeads, kDim, kRowFp4);
+                    // After the lanes that stored the other result.
+                    __syncwarp();
+                    if (lane == 0) scores[to] = ordinal(score);
+                }
+            }
+        }
+    }
+}
+
+namespace {
+
+constexpr uint32_t kPickThreads = 1024, kBins = 2048;
+// Blocks of a cluster, at most.
+constexpr uint32_t kPickBlocks = 8;
+
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// A word in the shared memory of another block of the cluster, at the place that `own` has in this one's.
+__device__ __forceinline__ uint32_t remote(const uint32_t* own, uint32_t block) {
+    uint32_t at = (uint32_t)__cvta_generic_to_shared(own), x;
+    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(block));
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
+    return x;
+}
+
+// The sum of x over the threads before this one, and over all.
+__device__ uint32_t scan_block(uint32_t x, uint32_t* warp_sums, uint32_t& all) {
+    const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    uint32_t sum = x;
+#pragma unroll
+    for (int step = 1; step < 32; step <<= 1) {
+        const uint32_t other = __shfl_up_sync(kFull, sum, step);
+        if (lane >= step) sum += other;
+    }
+    if (lane == 31) warp_sums[warp] = sum;
+    __syncthreads();
+    if (warp == 0) {
+        uint32_t s = warp_sums[lane];
+#pragma unroll
+        for (int step = 1; step < 32; step <<= 1) {
+            const uint32_t other = __shfl_up_sync(kFull, s, step);
+            if (lane >= step) s += other;
+        }
+        warp_sums[lane] = s;
+    }
+    __syncthreads();
+    const uint32_t before = (warp == 0 ? 0 : warp_sums[warp - 1]) + sum - x;
+    all = warp_sums[31];
+    __syncthreads();
+    return before;
+}
+
+}  // namespace
+
+// Grid: (blocks of a cluster, rows of this launch). Dynamic shared memory: `room` words, for a block's share of the
+// scores; where it is too little they are read from device memory each time.
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    index_pick(LatentArgs a, const uint32_t* scores, uint32_t* picks, uint32_t most, uint32_t first, uint32_t room,
+               StepView view) {
+    extern __shared__ __align__(16) uint32_t kept[];
+    __shared__ uint32_t bins[3][kBins];
+    __shared__ uint32_t warp_sums[32], digit, rest, faulty, total;
+    const uint32_t thread = threadIdx.x, blocks = gridDim.x;
+    pdl_launch();
+    for (uint32_t i = thread; i < 3 * kBins; i += kPickThreads) bins[0][i] = 0;
+    if (thread == 0) faulty = 0;
+    pdl_wait();
+    const uint32_t r = first + blockIdx.y;
+    const RowInfo info = view.infos[r];
+    const uint32_t n = info.live ? a.keys.visible(info.pos) : 0;
+    if (n <= a.top || n > most) return;
+    // The block's share, a run of neighbours, and the thread's share of it.
+    const uint32_t share = ((n + blocks - 1) / blocks + 3) & ~3u;
+    const uint32_t begin = min(blockIdx.x * share, n), here = min(share, n - begin);
+    scores += (size_t)blockIdx.y * most + begin;
+    const uint32_t* mine = scores;
+    __syncthreads();
+    bool nan = false;
+    if (share <= room) {
+        for (uint32_t i = thread; i < here; i += kPickThreads) {
+            const uint32_t x = scores[i];
+            kept[i] = x;
+            nan = nan || is_nan_ordinal(x);
+        }
+        mine = kept;
+    } else {
+        for (uint32_t i = thread; i < here; i += kPickThreads) nan = nan || is_nan_ordinal(scores[i]);
+    }
+    if (nan) faulty = 1;
+    __syncthreads();
+    uint32_t found = 0, need = a.top;
+#pragma unroll
+    for (uint32_t pass = 0; pass < 3; ++pass) {
+        const uint32_t shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, count = pass == 2 ? 1024 : 2048;
+        const uint32_t above = pass == 0 ? 0 : pass == 1 ? 0xffe00000u : 0xfffffc00u;
+        for (uint32_t i = thread; i < here; i += kPickThreads) {
+            const uint32_t x = mine[i];
+            if ((x & above) == found) atomicAdd(&bins[pass][x >> shift & (count - 1)], 1);
+        }
+        if (blocks > 1) {
+            cluster_sync();
+        } else {
+            __syncthreads();
+        }
+        // Thread t has the two bins that come t-th from the top.
+        const uint32_t high = kBins - 1 - 2 * thread;
+        uint32_t x[2] = {bins[pass][high], bins[pass][high - 1]};
+        if (blocks > 1) {
+            uint32_t y[kPickBlocks][2];
+#pragma unroll
+            for (uint32_t block = 0; block < kPickBlocks; ++block) {
+                y[block][0] = remote(&bins[pass][high], min(block, blocks - 1));
+                y[block][1] = remote(&bins[pass][high - 1], min(block, blocks - 1));
+            }
+            x[0] = x[1] = 0;
+#pragma unroll
+            for (uint32_t block = 0; block < kPickBlocks; ++block) {
+                if (block < blocks) x[0] += y[block][0], x[1] += y[block][1];
+            }
+        }
+        uint32_t all;
+        const uint32_t before = scan_block(x[0] + x[1], warp_sums, all);
+        if (before < need && before + x[0] >= need) {
+            digit = high, rest = need - before;
+        } else if (before + x[0] < need && before + x[0] + x[1] >= need) {
+            digit = high - 1, rest = need - before - x[0];
+        }
+        __syncthreads();
+        found |= digit << shift, need = rest;
+        __syncthreads();
+    }
+    // Above `found` all are chosen, at it the first `need`.
+    const uint32_t per_thread = (here + kPickThreads - 1) / kPickThreads;
+    const uint32_t from = min(thread * per_thread, here), to = min(from + per_thread, here);
+    uint32_t larger = 0, equal = 0;
+    for (uint32_t i = from; i < to; ++i) larger += mine[i] > found, equal += mine[i] == found;
+    // Both counts in one word: a block's share is below 2^16.
+    uint32_t all;
+    const uint32_t before = scan_block(larger << 16 | equal, warp_sums, all);
+    uint32_t larger_before = before >> 16, equal_before = before & 0xffff, equals = all & 0xffff;
+    bool fault = faulty != 0;
+    if (blocks > 1) {
+        if (thread == 0) total = all;
+        cluster_sync();
+        uint32_t y[kPickBlocks], f[kPickBlocks];
+#pragma unroll
+        for (uint32_t block = 0; block < kPickBlocks; ++block) {
+            y[block] = remote(&total, min(block, blocks - 1)), f[block] = remote(&faulty, min(block, blocks - 1));
+        }
+        equals = 0;
+#pragma unroll
+        for (uint32_t block = 0; block < kPickBlocks; ++block) {
+            fault = fault || f[block] != 0;
+            if (block < blockIdx.x) larger_before += y[block] >> 16, equal_before += y[block] & 0xffff;
+            if (block < blocks) equals += y[block] & 0xffff;
+        }
+    }
+    if (a.mutant == 2) {
+        // A deliberately wrong variant for tests: of equal scores the later rows.
+        const uint32_t skip = equals - need;
+        uint32_t chosen = larger_before + (equal_before > skip ? equal_before - skip : 0);
+        for (uint32_t i = from; i < to; ++i) {
+            if (mine[i] > found || (mine[i] == found && equal_before >= skip)) picks[(size_t)r * a.top + chosen++] = begin + i;
+            equal_before += mine[i] == found;
+        }
+    } else {
+        uint32_t chosen = larger_before + min(equal_before, need);
+        for (uint32_t i = from; i < to; ++i) {
+            const uint32_t x = mine[i];
+            if (x > found || (x == found && equal_before < need)) {
+                picks[(size_t)r * a.top + chosen] = chosen == 0 && fault ? kIndexFault : begin + i;
+                chosen += 1;
+            }
+            equal_before += x == found;
+        }
+    }
+    // Nobody leaves while others read what it counted.
+    if (blocks > 1) cluster_sync();
+}
+
+}  // namespace arc

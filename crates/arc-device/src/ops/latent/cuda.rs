@@ -1,0 +1,429 @@
+//! DeepSeek-V4's attention on the GPU: what stands between the products.
+//!
+//! `attn_latent` leaves its result twice: as the contract has it, and with the rotation undone, which is what the first
+//! output projection reads. So the inverse rotation costs no launch.
+
+use crate::cuda::{Arg, Cuda, CudaBuf, Grid, kernel};
+use crate::error::{DeviceError, Result};
+use crate::ops::compress::Compressor;
+use crate::ops::latent::{LatentConfig, MAX_DIM, ROPE_DIM, RowFormat};
+use crate::ops::matmul::cuda::{CudaMatrix, Out, Reads, Source, Then};
+use crate::ops::quant::{INDEX_DIM, Inputs};
+use crate::ops_v4::{CompressorWeights, LatentLayer, LatentState, LatentWeights, LatentWork, PoolState};
+use crate::{MemoryClass, ModelShape, Norm};
+
+/// Rows of a split: the kernel's `kRows`.
+const SPLIT_ROWS: usize = 80;
+/// Heads of a block: the kernel's `kHeads`.
+const BLOCK_HEADS: usize = 16;
+/// Rows of a step up to which every run of a sequence is short: its tokens enter their rings before the attention.
+const SHORT_RUN: usize = 9;
+
+/// Deliberately wrong variants, for conformance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Mutant {
+    /// None.
+    #[default]
+    None,
+    /// Splits follow the step's row count.
+    SplitsFollowRows,
+    /// Of equal scores the later rows are chosen.
+    LaterTies,
+    /// The rotation is not undone.
+    StillRotated,
+    /// Gates go without their position's bias.
+    NoBias,
+}
+
+/// `PoolArgs` of compress.cuh.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+struct PoolArgs {
+    ring: u64,
+    rows: u64,
+    bias: u64,
+    norm: u64,
+    ratio: u32,
+    overlap: u32,
+    dim: u32,
+    at: u32,
+    ring_len: u32,
+    row_bytes: u32,
+}
+const _: () = assert!(size_of::<PoolArgs>() == 56);
+
+/// `LatentArgs` of latent.cuh.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LatentArgs {
+    q: u64,
+    kv: u64,
+    index_q: u64,
+    low: u64,
+    pool: u64,
+    window: u64,
+    rope: u64,
+    kv_norm: u64,
+    sinks: u64,
+    picks: u64,
+    out: u64,
+    turned: u64,
+    parts: u64,
+    rows: PoolArgs,
+    keys: PoolArgs,
+    heads: u32,
+    dim: u32,
+    q_rank: u32,
+    ring: u32,
+    window_len: u32,
+    index_heads: u32,
+    index_dim: u32,
+    pool_dim: u32,
+    row_format: u32,
+    key_format: u32,
+    row_bytes: u32,
+    top: u32,
+    n_rows: u32,
+    most_splits: u32,
+    mutant: u32,
+    eps: f32,
+    scale: f32,
+    pad: u32,
+}
+const _: () = assert!(size_of::<LatentArgs>() == 288);
+
+/// Memory of latent attention.
+#[derive(Default)]
+pub(crate) struct Workspace {
+    /// `[rows, heads * dim]`: what the heads read, the rotation undone.
+    turned: Option<CudaBuf<f32>>,
+    /// Which wrong variant runs.
+    pub mutant: Mutant,
+}
+
+impl Workspace {
+    /// For a model that gathers heads; none for others.
+    pub(crate) fn new(dev: &mut Cuda, shape: &ModelShape) -> Result<Workspace> {
+        let len = dev.limits.rows * shape.gathered;
+        let turned = (len > 0).then(|| dev.take("unrotated heads", MemoryClass::Workspace, len)).transpose()?;
+        Ok(Workspace { turned, mutant: Mutant::None })
+    }
+}
+
+/// The number that latent.cuh has for a format.
+fn format_code(format: RowFormat) -> u32 {
+    match format {
+        RowFormat::F32 => 0,
+        RowFormat::RoundedFp8 => 1,
+        RowFormat::Fp8 => 2,
+        RowFormat::RoundedFp4 => 3,
+        RowFormat::Fp4 => 4,
+    }
+}
+
+/// One compressor; `weights` are read by `latent_q_kv` only.
+fn pool_args(
+    shape: Compressor,
+    state: &PoolState<Cuda>,
+    weights: Option<&CompressorWeights<Cuda>>,
+    at: usize,
+    format: RowFormat,
+) -> PoolArgs {
+    PoolArgs {
+        ring: state.ring.ptr(),
+        rows: state.rows.ptr(),
+        bias: weights.map_or(0, |weights| weights.bias.ptr()),
+        norm: weights.map_or(0, |weights| weights.norm.ptr()),
+        ratio: shape.ratio as u32,
+        overlap: shape.overlap as u32,
+        dim: shape.dim as u32,
+        at: at as u32,
+        ring_len: shape.ring() as u32,
+        row_bytes: format.row_bytes(shape.dim) as u32,
+    }
+}
+
+fn unsupported(what: String) -> DeviceError {
+    DeviceError::Unsupported { device: "cuda", what }
+}
+
+/// What the kernels take for granted of a layer.
+fn check(layer: &LatentLayer<'_, Cuda>) -> Result<()> {
+    let LatentConfig { dim, .. } = layer.attention;
+    if !dim.is_multiple_of(16) || !(ROPE_DIM..=MAX_DIM).contains(&dim) {
+        return Err(unsupported(format!("latent attention over rows of {dim} values")));
+    }
+    let fp8 = matches!(layer.row_format, RowFormat::Fp8 | RowFormat::RoundedFp8);
+    if fp8 && !(dim - ROPE_DIM).is_multiple_of(64) {
+        return Err(unsupported(format!("rows of {dim} values as FP8")));
+    }
+    let fp4 = matches!(layer.key_format, RowFormat::Fp4 | RowFormat::RoundedFp4);
+    match layer.index {
+        Some((index, _)) if fp4 && index.dim != INDEX_DIM => {
+            Err(unsupported(format!("index rows of {} values as FP4", index.dim)))
+        }
+        // Rows of the workspace are read four values at a time.
+        Some((index, keys)) if index.heads % 4 != 0 || keys.dim % 4 != 0 => {
+            Err(unsupported(format!("an indexer of {} heads", index.heads)))
+        }
+        _ => Ok(()),
+    }
+}
+
+impl Cuda {
+    /// Whether the kernels run as one of the wrong variants. For conformance.
+    pub fn set_mutant(&mut self, mutant: Mutant) {
+        self.latent.mutant = mutant;
+    }
+
+    /// Longest context of the step.
+    pub(crate) fn tokens(&self) -> usize {
+        self.limits.context.min(self.ctx.limit() as usize)
+    }
+
+    /// What all kernels of a layer are told. `select`: whether an indexer runs in this step.
+    pub(crate) fn latent_args(
+        &self,
+        ws: &LatentWork<Cuda>,
+        state: &LatentState<Cuda>,
+        w: Option<&LatentWeights<Cuda>>,
+        layer: &LatentLayer<'_, Cuda>,
+        select: bool,
+        rows: usize,
+    ) -> Result<LatentArgs> {
+        check(layer)?;
+        let att = layer.attention;
+        let pool = w.and_then(|w| w.pool.as_ref());
+        let index = layer.index.filter(|_| select).map(|(index, _)| index);
+        let mut rows_pool = layer.rows.zip(state.rows.as_ref()).map_or(PoolArgs::default(), |(shape, state)| {
+            pool_args(shape, state, pool.map(|pool| &pool.rows), 0, layer.row_format)
+        });
+        let keys_pool = layer.index.zip(state.keys.as_ref()).map_or(PoolArgs::default(), |((_, shape), state)| {
+            let weights = pool.and_then(|pool| pool.index.as_ref()).map(|index| &index.keys);
+            pool_args(shape, state, weights, layer.keys_at(), layer.key_format)
+        });
+        if self.latent.mutant == Mutant::NoBias {
+            rows_pool.bias = 0;
+        }
+        let turned = self.latent.turned.as_ref();
+        assert!(turned.is_some_and(|turned| turned.len() >= rows * att.q_dim()), "{rows} rows of {} heads", att.heads);
+        Ok(LatentArgs {
+            q: ws.q.ptr(),
+            kv: ws.kv.ptr(),
+            index_q: ws.index_q.ptr(),
+            low: ws.low.ptr(),
+            pool: ws.pool.ptr(),
+            window: state.window.ptr(),
+            rope: layer.rope_table.ptr(),
+            kv_norm: w.map_or(0, |w| w.kv_norm.ptr()),
+            sinks: w.map_or(0, |w| w.sinks.ptr()),
+            picks: ws.picks.ptr(),
+            out: ws.out.ptr(),
+            turned: turned.map_or(0, CudaBuf::ptr),
+            parts: self.kv.parts.as_ref().map_or(0, CudaBuf::ptr),
+            rows: rows_pool,
+            keys: keys_pool,
+            heads: att.heads as u32,
+            dim: att.dim as u32,
+            q_rank: layer.q_rank as u32,
+            ring: att.ring() as u32,
+            window_len: att.window as u32,
+            index_heads: index.map_or(0, |index| index.heads as u32),
+            index_dim: index.map_or(0, |index| index.dim as u32),
+            pool_dim: layer.pool_dim() as u32,
+            row_format: format_code(layer.row_format),
+            key_format: format_code(layer.key_format),
+            row_bytes: layer.row_format.row_bytes(att.dim) as u32,
+            top: index.map_or(0, |index| index.top as u32),
+            n_rows: rows as u32,
+            most_splits: 0,
+            mutant: self.latent.mutant as u32,
+            eps: att.eps,
+            scale: att.scale,
+            pad: 0,
+        })
+    }
+
+    /// Makes inputs that two matrices read, of rows rounded for either.
+    fn prepare_both(&mut self, a: &CudaMatrix, b: &CudaMatrix, from: Source, rows: usize) -> Result<()> {
+        let (a, b) = (a.reads(), b.reads());
+        self.prepare(Reads { codes: a.codes || b.codes, floats: a.floats || b.floats }, from, rows)
+    }
+
+    /// The stage `attn_in`.
+    pub(crate) fn latent_in(
+        &mut self,
+        ws: &mut LatentWork<Cuda>,
+        h: &CudaBuf<f32>,
+        w: &LatentWeights<Cuda>,
+        layer: &LatentLayer<'_, Cuda>,
+        rows: usize,
+    ) -> Result<()> {
+        let source = Source::of(h, w.low.cols);
+        let low = stored(&ws.low, &w.low);
+        let Some(pool) = &w.pool else {
+            self.prepare_for(&w.low, source.rounded(layer.inputs), rows)?;
+            return self.product(&w.low, low, rows);
+        };
+        // Compressors and index weights read what is not rounded.
+        let shared = rounding(layer.inputs, &w.low) == Inputs::F32;
+        if shared {
+            self.prepare_both(&w.low, &pool.matrix, source, rows)?;
+        } else {
+            self.prepare_for(&w.low, source.rounded(layer.inputs), rows)?;
+        }
+        self.product(&w.low, low, rows)?;
+        if !shared {
+            self.prepare_for(&pool.matrix, source, rows)?;
+        }
+        self.product(&pool.matrix, stored(&ws.pool, &pool.matrix), rows)
+    }
+
+    /// The stage `attn_q_kv`.
+    pub(crate) fn latent_q_kv(
+        &mut self,
+        ws: &mut LatentWork<Cuda>,
+        state: &mut LatentState<Cuda>,
+        w: &LatentWeights<Cuda>,
+        layer: &LatentLayer<'_, Cuda>,
+        select: bool,
+        rows: usize,
+    ) -> Result<()> {
+        let att = layer.attention;
+        let norm = Norm { weight: &w.q_norm, eps: att.eps };
+        let source = Source { stride: layer.q_rank + att.dim, ..Source::of(&ws.low, layer.q_rank) }.normed(norm);
+        let index = w.pool.as_ref().and_then(|pool| pool.index.as_ref()).filter(|_| select && layer.index.is_some());
+        if let Some(index) = index.filter(|index| rounding(layer.inputs, &index.q_b) == rounding(layer.inputs, &w.q_b))
+        {
+            self.prepare_both(&w.q_b, &index.q_b, source.rounded(rounding(layer.inputs, &w.q_b)), rows)?;
+            self.product(&w.q_b, stored(&ws.q, &w.q_b), rows)?;
+            self.product(&index.q_b, stored(&ws.index_q, &index.q_b), rows)?;
+        } else {
+            self.prepare_for(&w.q_b, source.rounded(layer.inputs), rows)?;
+            self.product(&w.q_b, stored(&ws.q, &w.q_b), rows)?;
+            if let Some(index) = index {
+                self.prepare_for(&index.q_b, source.rounded(layer.inputs), rows)?;
+                self.product(&index.q_b, stored(&ws.index_q, &index.q_b), rows)?;
+            }
+        }
+        let args = self.latent_args(ws, state, Some(w), layer, select, rows)?;
+        let view = self.view();
+        let items = 1 + args.heads + args.index_heads;
+        let grid = Grid::xy(2 + items.div_ceil(8), rows as u32, 256);
+        self.launch(kernel!("latent_q_kv"), grid, &[Arg::of(&args), Arg::of(&view)])
+    }
+
+    /// The stage `attn_latent`.
+    pub(crate) fn latent_attend(
+        &mut self,
+        ws: &mut LatentWork<Cuda>,
+        state: &mut LatentState<Cuda>,
+        w: &LatentWeights<Cuda>,
+        layer: &LatentLayer<'_, Cuda>,
+        select: bool,
+        rows: usize,
+    ) -> Result<()> {
+        let att = layer.attention;
+        let most_splits = most_splits(layer, select, self.tokens());
+        // The variant has more of them: as few as 16 rows a split.
+        let most_splits = if self.latent.mutant == Mutant::SplitsFollowRows { 5 * most_splits } else { most_splits };
+        let groups = att.heads.div_ceil(BLOCK_HEADS);
+        let room = self.kv.parts.as_ref().map_or(0, CudaBuf::len);
+        let cluster = match rows * att.heads * most_splits * (att.dim + 2) <= room {
+            true => cluster(rows * groups, most_splits, self.multiprocessors() as usize),
+            false => 1,
+        };
+        let args = self.latent_args(ws, state, Some(w), layer, select, rows)?;
+        let args = LatentArgs { most_splits: most_splits as u32, ..args };
+        let view = self.view();
+        let attend = match layer.row_format {
+            RowFormat::Fp8 => kernel!("latent_attend_packed"),
+            _ => kernel!("latent_attend_f32"),
+        };
+        let grid = Grid {
+            blocks: [cluster as u32, groups as u32, rows as u32],
+            threads: 256,
+            shared: attend_bytes(att.dim),
+            cluster: if cluster > 1 { cluster as u32 } else { 0 },
+        };
+        self.launch(attend, grid, &[Arg::of(&args), Arg::of(&view)])?;
+        if rows > SHORT_RUN {
+            self.launch(kernel!("latent_rings"), Grid::xy(3, rows as u32, 128), &[Arg::of(&args), Arg::of(&view)])?;
+        }
+        Ok(())
+    }
+
+    /// The stage `attn_out_a`: of what the last `attn_latent` left.
+    pub(crate) fn latent_out_a(
+        &mut self,
+        ws: &mut LatentWork<Cuda>,
+        w: &LatentWeights<Cuda>,
+        layer: &LatentLayer<'_, Cuda>,
+        rows: usize,
+    ) -> Result<()> {
+        let (att, cols) = (layer.attention, w.out_a.cols);
+        let turned = self.latent.turned.as_ref().expect("`finish` makes it for models that gather heads").ptr();
+        // The released kernels do not round what this one reads.
+        let inputs = if layer.inputs == Inputs::Fp8 { Inputs::F32 } else { layer.inputs };
+        let source = Source { x: turned, ..Source::of(&ws.out, cols) }.rounded(inputs);
+        self.prepare_for(&w.out_a, source, rows * att.groups)?;
+        let out = Out { at: ws.grouped.ptr(), stride: att.groups * att.group_out, then: Then::Store };
+        self.product_parts(&w.out_a, out, rows, att.groups, 1)
+    }
+}
+
+/// Rows of outputs side by side.
+fn stored(out: &CudaBuf<f32>, w: &CudaMatrix) -> Out {
+    Out { at: out.ptr(), stride: w.rows, then: Then::Store }
+}
+
+/// How a matrix's inputs are rounded before they are made: integer-coded weights have a rounding of their own.
+fn rounding(inputs: Inputs, w: &CudaMatrix) -> Inputs {
+    match inputs {
+        Inputs::Int8 if !w.is_fp8() => Inputs::F32,
+        inputs => inputs,
+    }
+}
+
+/// Splits of the longest list that a query can have.
+fn most_splits(layer: &LatentLayer<'_, Cuda>, select: bool, tokens: usize) -> usize {
+    let visible = layer.rows.map_or(0, |rows| tokens / rows.ratio);
+    let top = layer.index.filter(|_| select).map_or(usize::MAX, |(index, _)| index.top);
+    (layer.attention.window.min(tokens) + visible.min(top)).div_ceil(SPLIT_ROWS).max(1)
+}
+
+/// Blocks that share the splits of a row's heads, where there are `tasks` of those.
+fn cluster(tasks: usize, most_splits: usize, processors: usize) -> usize {
+    let mut cluster = most_splits.next_power_of_two().min(8);
+    while cluster > 1 && tasks * cluster > processors {
+        cluster /= 2;
+    }
+    cluster
+}
+
+/// Dynamic shared memory of `latent_attend`: queries in three terms, rows, partial scores, weights in three terms.
+fn attend_bytes(dim: usize) -> u32 {
+    (2 * (3 * BLOCK_HEADS + SPLIT_ROWS) * (dim + 8) + 4 * 8 * BLOCK_HEADS * 88 + 2 * 3 * BLOCK_HEADS * 88) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{SHORT_RUN, attend_bytes, cluster};
+    use crate::ops::compress::Compressor;
+    use crate::ops::latent::MAX_DIM;
+
+    #[test]
+    fn blocks_fit_and_clusters_have_work() {
+        assert!(attend_bytes(MAX_DIM) + 512 <= 227 << 10);
+        assert_eq!((cluster(4, 8, 132), cluster(4, 2, 132), cluster(32, 8, 132), cluster(200, 8, 132)), (8, 2, 4, 1));
+        assert_eq!((cluster(1, 1, 132), cluster(4, 104, 132)), (1, 8));
+    }
+
+    /// Rows of a step that is no longer than a short run all enter their rings early.
+    #[test]
+    fn short_runs_are_short_for_every_ring() {
+        for shape in [Compressor { ratio: 4, overlap: 2, dim: 8 }, Compressor { ratio: 128, overlap: 1, dim: 8 }] {
+            assert!(SHORT_RUN <= shape.ring() - shape.overlap * shape.ratio + 1);
+        }
+    }
+}

@@ -1,0 +1,131 @@
+// Latent attention: rows and queries of a step, as a warp holds them. The CUDA twin of latent.rs.
+#pragma once
+
+#include <cstdint>
+
+#include "math.cuh"
+#include "ops/compress/compress.cuh"
+#include "ops/quant/quant.cuh"
+#include "step.cuh"
+
+namespace arc {
+
+// Values at the end of a row that rotate, in adjacent pairs.
+constexpr uint32_t kRopeDim = 64;
+// The longest row, and the values of it that a lane holds: value l + 32 j in x[j].
+constexpr uint32_t kMaxLatent = 512, kLaneValues = kMaxLatent / 32;
+
+// Everything of a layer's attention that kernels look at; `LatentArgs` of latent/cuda.rs.
+struct LatentArgs {
+    float* q;            // [rows, heads, dim]
+    float* kv;           // [rows, dim]
+    float* index_q;      // [rows, index_heads, index_dim]
+    const float* low;    // [rows, q_rank + dim]
+    const float* pool;   // [rows, pool_dim]
+    uint8_t* window;     // [slots, ring, row_bytes]
+    const float* rope;   // [context, kRopeDim]
+    const float* kv_norm;
+    const float* sinks;  // [heads]
+    const uint32_t* picks;  // [rows, top]
+    float* out;          // [rows, heads, dim]
+    float* turned;       // [rows, heads, dim]: the same with the rotation undone, for the first output projection
+    float* parts;        // [rows, heads, most_splits, dim + 2]
+    PoolArgs rows, keys;
+    uint32_t heads, dim, q_rank, ring;
+    uint32_t window_len, index_heads, index_dim, pool_dim;
+    uint32_t row_format, key_format, row_bytes, top;  // top: 0 where every visible row is read
+    uint32_t n_rows, most_splits, mutant;
+    float eps, scale;
+    uint32_t pad;
+
+    __device__ uint32_t first_visible(uint32_t pos) const { return pos + 1 > window_len ? pos + 1 - window_len : 0; }
+    __device__ uint8_t* in_window(uint32_t slot, uint32_t p) const {
+        return window + ((size_t)slot * ring + p % ring) * row_bytes;
+    }
+    // Whether rows of a run this long may enter the ring before the step's attention has read it.
+    __device__ bool short_run(const RowInfo& info) const { return info.back + info.ahead + 1 <= ring - window_len + 1; }
+};
+static_assert(sizeof(LatentArgs) == 288);
+
+// The sum of the squares of up to 512 values by one warp, in the order of math.rs.
+template <uint32_t J>
+__device__ __forceinline__ float sum_sq_row(const float (&x)[J]) {
+    float sq[J];
+#pragma unroll
+    for (uint32_t j = 0; j < J; ++j) sq[j] = __fmul_rn(x[j], x[j]);
+    fold<J / 2>(sq);
+    float s = sq[0];
+#pragma unroll
+    for (int half = 16; half > 0; half >>= 1) s = __fadd_rn(s, __shfl_xor_sync(0xffffffffu, s, half));
+    return __fadd_rn(0.0f, s);
+}
+
+template <uint32_t J>
+__device__ __forceinline__ float rms_factor(const float (&x)[J], uint32_t dim, float eps) {
+    return rsqrt(__fadd_rn(__fdiv_rn(sum_sq_row(x), (float)dim), eps));
+}
+
+// Cosines and sines of the lane's values at the end of a row, loaded ahead of their use.
+struct Angles {
+    float2 cs[3];
+
+    // `table`: those of the position.
+    __device__ __forceinline__ void load(const float* table, uint32_t dim) {
+        const uint32_t start = dim - kRopeDim, first = start / 32;
+#pragma unroll
+        for (uint32_t k = 0; k < 3; ++k) {
+            const uint32_t e = (threadIdx.x & 31) + 32 * (first + k);
+            cs[k] = e >= start && e < dim ? *reinterpret_cast<const float2*>(table + ((e - start) & ~1u)) : make_float2(1.0f, 0.0f);
+        }
+    }
+};
+
+// Rotates the end of a row.
+template <uint32_t J>
+__device__ __forceinline__ void rope_row(float (&x)[J], uint32_t dim, const Angles& angles) {
+    const uint32_t lane = threadIdx.x & 31, start = dim - kRopeDim, first = start / 32;
+#pragma unroll
+    for (uint32_t j = 0; j < J; ++j) {
+        if (32 * j + 31 >= start && 32 * j < dim) {
+            const float other = __shfl_xor_sync(0xffffffffu, x[j], 1);
+            const float2 cs = j == first ? angles.cs[0] : j == first + 1 ? angles.cs[1] : angles.cs[2];
+            const uint32_t e = lane + 32 * j;
+            if (e >= start && e < dim) {
+                const float turned = __fmul_rn(other, cs.y), kept = __fmul_rn(x[j], cs.x);
+                x[j] = lane & 1 ? __fadd_rn(kept, turned) : __fsub_rn(kept, turned);
+            }
+        }
+    }
+}
+
+template <uint32_t J>
+__device__ __forceinline__ void load_row(float (&x)[J], const float* from, uint32_t dim) {
+    const uint32_t lane = threadIdx.x & 31;
+#pragma unroll
+    for (uint32_t j = 0; j < J; ++j) x[j] = lane + 32 * j < dim ? from[lane + 32 * j] : 0.0f;
+}
+
+template <uint32_t J>
+__device__ __forceinline__ void store_row(float* to, const float (&x)[J], uint32_t dim) {
+    const uint32_t lane = threadIdx.x & 31;
+#pragma unroll
+    for (uint32_t j = 0; j < J; ++j) {
+        if (lane + 32 * j < dim) to[lane + 32 * j] = x[j];
+    }
+}
+
+// What storing leaves of a row; where `out` is not null it is stored too. Rows of the FP4 formats have 128 values.
+template <uint32_t J>
+__device__ __forceinline__ void keep_row(float (&x)[J], uint32_t dim, uint32_t format, uint8_t* out) {
+    if (format == kRowRoundedFp8 || format == kRowFp8) {
+        fp8_row(x, dim - kRopeDim, format == kRowFp8, out);
+    } else if (format == kRowRoundedFp4 || format == kRowFp4) {
+        float y[4] = {x[0], x[1], x[2], x[3]};
+        index_row(y, format == kRowFp4, out);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[j] = y[j];
+    }
+    if (out != nullptr && format != kRowFp8 && format != kRowFp4) store_row(reinterpret_cast<float*>(out), x, dim);
+}
+
+}  // namespace arc
