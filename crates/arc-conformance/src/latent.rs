@@ -8,7 +8,7 @@ use arc_device::ops::compress::Compressor;
 use arc_device::ops::index::{FAULT, IndexConfig};
 use arc_device::ops::latent::cuda::Mutant;
 use arc_device::ops::latent::{LatentConfig, ROPE_DIM, RowFormat};
-use arc_device::ops::matmul::MatrixSource;
+use arc_device::ops::matmul::{Bytes, MatrixSource};
 use arc_device::ops::quant::Inputs;
 use arc_device::ops_v4::{
     CompressorWeights, IndexWeights, LatentLayer, LatentState, LatentWeights, LatentWork, OpsV4, PoolState, PoolWeights,
@@ -121,8 +121,12 @@ fn weights(rng: &mut Rng, rows: usize, cols: usize) -> Vec<u8> {
 }
 
 fn parts<'a>(bytes: &'a [Vec<u8>], cols: usize) -> Vec<MatrixSource<'a>> {
-    let source =
-        |bytes: &'a Vec<u8>| MatrixSource { format: Format::Q8_0, rows: bytes.len() / 34 * 32 / cols, cols, bytes };
+    let source = |bytes: &'a Vec<u8>| MatrixSource {
+        format: Format::Q8_0,
+        rows: bytes.len() / 34 * 32 / cols,
+        cols,
+        bytes: Bytes::Stored(bytes),
+    };
     bytes.iter().map(source).collect()
 }
 

@@ -348,7 +348,11 @@ fn times(suite: &Suite, vocab: usize) -> Verdict {
         ("min_p", SamplerConfig { temperature: 0.7, min_p: 0.05, ..base() }, 3.0),
         ("top_k 40", SamplerConfig { temperature: 0.7, top_k: 40, ..base() }, 3.0),
         ("top_p", SamplerConfig { temperature: 0.7, top_p: 0.95, ..base() }, 3.0),
-        ("top_k 40, top_p, min_p", SamplerConfig { temperature: 0.7, top_k: 40, top_p: 0.95, min_p: 0.05, ..base() }, 3.0),
+        (
+            "top_k 40, top_p, min_p",
+            SamplerConfig { temperature: 0.7, top_k: 40, top_p: 0.95, min_p: 0.05, ..base() },
+            3.0,
+        ),
         ("everything", all.clone(), 3.0),
         ("everything, 20 logprobs", all, 3.0),
         ("top_k 1000, top_p, flat", SamplerConfig { temperature: 0.7, top_k: 1000, top_p: 0.95, ..base() }, 0.5),
@@ -359,7 +363,8 @@ fn times(suite: &Suite, vocab: usize) -> Verdict {
     for rows in [1, 256] {
         let mut gpu = suite.gpu(limits(rows, 2 * BLOCK_TOKENS)).map_err(|error| error.to_string())?;
         gpu.finish(&shape(vocab, 64)).map_err(|error| error.to_string())?;
-        let mut logits = gpu.alloc("logits", MemoryClass::Workspace, rows * vocab).map_err(|error| error.to_string())?;
+        let mut logits =
+            gpu.alloc("logits", MemoryClass::Workspace, rows * vocab).map_err(|error| error.to_string())?;
         for (name, sampling, scale) in &classes {
             let mut rng = Rng(vocab as u64);
             let one: Vec<f32> = (0..vocab * rows.min(4)).map(|_| rng.normal() * scale).collect();

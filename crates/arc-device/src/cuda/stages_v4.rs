@@ -2,17 +2,16 @@
 
 use super::stages::todo;
 use super::{Cuda, Grid, args, kernel};
+use crate::Norm;
 use crate::error::Result;
 use crate::ops::hc::{self, HcConfig, STREAMS};
-use crate::ops::moe;
-use crate::ops::hc::{HcConfig, STREAMS};
 use crate::ops::matmul::cuda::{Out, Source, Then};
+use crate::ops::moe;
 use crate::ops::quant::Inputs;
 use crate::ops_v4::{
     DraftWeights, ExpertConfig, ExpertWeights, ExpertWork, HcHead, HcSite, Incoming, LatentLayer, LatentState,
     LatentWeights, LatentWork, OpsV4, Streams,
 };
-use crate::Norm;
 
 /// Where a row info has the token after the row: `RowInfo::next` of step.cuh.
 const NEXT_AT: u64 = 28;

@@ -128,6 +128,14 @@ extern "C" __global__ void __launch_bounds__(256)
     __syncthreads();
     pdl_wait();
     const uint32_t r = first + blockIdx.y;
+    const uint32_t heads = a.index_heads, dim = a.index_dim;
+    const float* q = a.index_q + (size_t)r * heads * dim;
+    // On their way before anything is known of the row.
+    float values[kHeads / kWarps][4];
+    if (straight) {
+#pragma unroll
+        for (uint32_t i = 0; i < kHeads / kWarps; ++i) load_row(values[i], q + (warp + i * kWarps) * kDim, kDim);
+    }
     const RowInfo info = view.infos[r];
     const uint32_t visible = info.live ? a.keys.visible(info.pos) : 0;
     if (visible <= a.top) return;
@@ -138,8 +146,6 @@ extern "C" __global__ void __launch_bounds__(256)
     }
     scores += (size_t)blockIdx.y * most;
     const uint32_t* blocks = view.blocks + (size_t)info.slot * view.max_blocks;
-    const uint32_t heads = a.index_heads, dim = a.index_dim;
-    const float* q = a.index_q + (size_t)r * heads * dim;
     const float* projected = a.pool + (size_t)r * a.pool_dim + a.pool_dim - heads;
     for (uint32_t h = thread; h < heads; h += kThreads) weights[h] = __fmul_rn(projected[h], factor);
     if (!straight) {
@@ -152,9 +158,17 @@ extern "C" __global__ void __launch_bounds__(256)
         return;
     }
     // Queries back to codes: a warp takes heads in turn, as it holds rows.
-    float values[kHeads / kWarps][4];
+    // The first tile's keys, meanwhile.
+    uint32_t raw[kBlocks], key_bytes = 0;
+    auto bring = [&](uint32_t tile) {
+        // The lane brings a quarter of every block of key lane / 4 of the tile.
+        const uint32_t w = min(tile * 8 + (lane >> 2), visible - 1);
+        const uint32_t* key = reinterpret_cast<const uint32_t*>(a.keys.rows + a.keys.place(blocks, w) * a.keys.row_bytes);
 #pragma unroll
-    for (uint32_t i = 0; i < kHeads / kWarps; ++i) load_row(values[i], q + (warp + i * kWarps) * kDim, kDim);
+        for (uint32_t b = 0; b < kBlocks; ++b) raw[b] = key[4 * b + (lane & 3)];
+        key_bytes = key[kDim / 8];
+    };
+    bring(blockIdx.x + gridDim.x * warp);
 #pragma unroll
     for (uint32_t i = 0; i < kHeads / kWarps; ++i) {
         const uint32_t h = warp + i * kWarps;
@@ -205,13 +219,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
     // Few keys are spread over the blocks before a block takes a second tile.
     for (uint32_t tile = blockIdx.x + gridDim.x * warp; tile < tiles; tile += gridDim.x * kWarps) {
-        // The lane brings a quarter of every block of key lane / 4 of the tile.
-        const uint32_t w = min(tile * 8 + (lane >> 2), visible - 1);
-        const uint32_t* key = reinterpret_cast<const uint32_t*>(a.keys.rows + a.keys.place(blocks, w) * a.keys.row_bytes);
-        uint32_t raw[kBlocks], zeros = 0;
-#pragma unroll
-        for (uint32_t b = 0; b < kBlocks; ++b) raw[b] = key[4 * b + (lane & 3)];
-        const uint32_t key_bytes = key[kDim / 8];
+        uint32_t zeros = 0;
 #pragma unroll
         for (uint32_t b = 0; b < kBlocks; ++b) {
             const uint32_t used = __ballot_sync(kFull, (raw[b] & 0x77777777u) != 0);
@@ -243,6 +251,8 @@ extern "C" __global__ void __launch_bounds__(256)
                 }
             }
         }
+        // The next tile's keys are on their way while this one's terms are summed.
+        bring(tile + gridDim.x * kWarps);
         float total[2];
 #pragma unroll
         for (uint32_t e = 0; e < 2; ++e) {

@@ -403,6 +403,7 @@ fn cluster(tasks: usize, most_splits: usize, processors: usize) -> usize {
 
 /// Dynamic shared memory of `latent_attend`: queries in three terms, rows, partial scores, weights in three terms.
 fn attend_bytes(dim: usize) -> u32 {
+    // Room for three terms in either kernel.
     (2 * (3 * BLOCK_HEADS + SPLIT_ROWS) * (dim + 8) + 4 * 8 * BLOCK_HEADS * 88 + 2 * 3 * BLOCK_HEADS * 88) as u32
 }
 

@@ -5,9 +5,9 @@
 //                stands there. Exact.
 // latent_rings   the tokens of longer runs, after the attention that reads what they overwrite. Exact.
 // latent_attend  one block a split of 80 rows of a query's own list, for 16 heads: scores and sums by BF16 mma with f32
-//                sums, queries cut into three BF16 terms and weights into two or three, rows of the format Fp8 being BF16
-//                numbers as they are. Splits are merged ascending, by the blocks of a cluster, each a share of the values.
-//                Invariant; bounded by the terms (2^-24 of a score, 2^-16 of a weight in the format Fp8).
+//                sums, queries and weights cut into two BF16 terms, or three where rows are f32; rows of the format Fp8
+//                are BF16 numbers as they are. Splits are merged ascending, by the blocks of a cluster, each a share of the values.
+//                Invariant; bounded by the terms (2^-17 of a score and of a weight in the format Fp8).
 #include "ops/latent/latent.cuh"
 #include "pdl.cuh"
 
@@ -142,8 +142,6 @@ namespace {
 
 // Heads of a block, rows of a split.
 constexpr uint32_t kHeads = 16, kRows = 80, kThreads = 256, kWarps = 8;
-// BF16 terms of a query.
-constexpr uint32_t kQueryTerms = 3;
 // Distances between heads of partial scores (f32) and of weights (BF16).
 constexpr uint32_t kScoreStride = 88, kWeightStride = 88;
 
@@ -185,13 +183,26 @@ __device__ __forceinline__ uint32_t cut_pair(float& x, float& y) {
     return pair;
 }
 
-// Two E4M3 codes times a power of two, as BF16.
-__device__ __forceinline__ uint32_t decode_pair(uint32_t codes, float scale) {
-    uint32_t halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((uint16_t)codes));
-    float low, high;
-    asm("{.reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.f32.f16 %0, l;\n cvt.f32.f16 %1, h;}" : "=f"(low), "=f"(high) : "r"(halves));
-    return bf16_pair(__fmul_rn(low, scale), __fmul_rn(high, scale));
+__device__ __forceinline__ uint32_t bf16_product(uint32_t x, uint32_t y) {
+    uint32_t r;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+    return r;
+}
+
+// Four E4M3 codes times the power of two of a scale byte, as BF16, exact. A code moved to where BF16 has exponent and
+// mantissa is a number 2^120 too small, subnormals included.
+__device__ __forceinline__ uint2 decode_four(uint32_t codes, uint32_t factor) {
+    auto place = [](uint32_t x) { return (x >> 4 & 0x07f007f0u) | (x & 0x80008000u); };
+    return make_uint2(bf16_product(place(__byte_perm(codes, 0, 0x1404)), factor),
+                      bf16_product(place(__byte_perm(codes, 0, 0x3424)), factor));
+}
+
+// 2^120 times the scale as a pair of BF16, NaN for a poisoned block; `rest` is what the number cannot hold, or 1.
+__device__ __forceinline__ uint32_t decode_factor(uint32_t scale, uint32_t& rest) {
+    const uint32_t exponent = scale + 120, first = min(exponent, 254u);
+    rest = (127 + exponent - first) << 7;
+    rest |= rest << 16;
+    return scale == kPoison ? 0x7fc07fc0u : first << 7 | first << 23;
 }
 
 __device__ __forceinline__ void cluster_sync() {
@@ -205,6 +216,23 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
 
 __device__ __forceinline__ void copies_landed() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Values in the shared memory of another block of the cluster, at the place that `own` has in this one's.
+__device__ __forceinline__ float remote(const float* own, uint32_t block) {
+    uint32_t at = shared_at(own);
+    float x;
+    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(block));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ float4 remote4(const float* own, uint32_t block) {
+    uint32_t at = shared_at(own);
+    float4 x;
+    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(block));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at) : "memory");
+    return x;
+}
+
 // A query's own list: recent rows, then compressed ones.
 struct List {
     uint32_t recent, n, first;
@@ -217,7 +245,8 @@ __device__ __forceinline__ const uint8_t* find_row(const LatentArgs& a, const Li
     stored = true;
     if (i < list.recent) {
         const uint32_t p = list.first + i;
-        if (info.pos - p > info.back) return a.in_window(info.slot, p);
+        // Short runs are in the ring already.
+        if (info.pos - p > info.back || a.short_run(info)) return a.in_window(info.slot, p);
         stored = false;
         return reinterpret_cast<const uint8_t*>(a.kv + (size_t)(r - (info.pos - p)) * a.dim);
     }
@@ -254,14 +283,25 @@ __device__ __forceinline__ void finish(float m, float l, float sink, float& ours
 // PLANES: BF16 terms of a row's value.
 template <uint32_t PLANES>
 __device__ void attend(const LatentArgs& a, const StepView& view) {
-    constexpr uint32_t kWeightTerms = PLANES == 1 ? 2 : 3;
+    // BF16 terms of queries and weights.
+    constexpr uint32_t kQueryTerms = PLANES == 1 ? 2 : 3, kWeightTerms = kQueryTerms;
     extern __shared__ __align__(16) uint8_t dynamic[];
     __shared__ float part_m[kHeads], part_l[kHeads], total_m[kHeads], total_l[kHeads], keep_of[kHeads], add_of[kHeads];
+    __shared__ float2 gathered[kHeads][8];
     pdl_launch();
     pdl_wait();
     const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
     const uint32_t r = blockIdx.z, first_head = blockIdx.y * kHeads, heads = min(kHeads, a.heads - first_head);
-    const uint32_t dim = a.dim, stride = dim + 8;
+    const uint32_t dim = a.dim, stride = dim + 8, quads = dim / 4;
+    // Queries, all on their way before anything is known of the row.
+    constexpr uint32_t kMost = kHeads * kMaxLatent / 4 / kThreads;
+    float4 query[kMost];
+#pragma unroll
+    for (uint32_t j = 0; j < kMost; ++j) {
+        const uint32_t i = thread + j * kThreads, h = i / quads, e = i % quads * 4;
+        query[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (h < heads) query[j] = *reinterpret_cast<const float4*>(a.q + ((size_t)r * a.heads + first_head + h) * dim + e);
+    }
     const RowInfo info = view.infos[r];
     float* out = a.out + ((size_t)r * a.heads + first_head) * dim;
     float* turned = a.turned + ((size_t)r * a.heads + first_head) * dim;
@@ -338,24 +378,41 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
             copies_landed();
             __syncwarp();
             const uint32_t nope = dim - kRopeDim, words = nope / 8 + kRopeDim / 4;
-#pragma unroll 2
-            for (uint32_t i = 0; i < kOwn; ++i) {
-                if ((packed >> i & 1) == 0) continue;
-                const uint8_t* row = raw + i * a.row_bytes;
-                const uint8_t* scales = row + nope + 2 * kRopeDim;
+            // Five rows at a time: all words are read before the first is stored.
+            constexpr uint32_t kTogether = 5;
+#pragma unroll 1
+            for (uint32_t first = 0; first < kOwn; first += kTogether) {
+                uint2 x[kTogether][3];
+                uint32_t scale[kTogether][2];
 #pragma unroll
-                for (uint32_t j = 0; j < 3; ++j) {
-                    const uint32_t word = lane + 32 * j;
-                    if (word < words) {
-                        const uint2 x = *reinterpret_cast<const uint2*>(row + 8 * word);
-                        if (word < nope / 8) {
-                            const float scale = e8m0_to_f32(scales[word / 8]);
-                            uint4 y;
-                            y.x = decode_pair(x.x & 0xffff, scale), y.y = decode_pair(x.x >> 16, scale);
-                            y.z = decode_pair(x.y & 0xffff, scale), y.w = decode_pair(x.y >> 16, scale);
-                            *reinterpret_cast<uint4*>(to + i * stride + 8 * word) = y;
-                        } else {
-                            *reinterpret_cast<uint2*>(to + i * stride + nope + 4 * (word - nope / 8)) = x;
+                for (uint32_t i = 0; i < kTogether; ++i) {
+                    const uint8_t* row = raw + (first + i) * a.row_bytes;
+#pragma unroll
+                    for (uint32_t j = 0; j < 3; ++j) {
+                        const uint32_t word = min(lane + 32 * j, words - 1);
+                        x[i][j] = *reinterpret_cast<const uint2*>(row + 8 * word);
+                        if (j < 2) scale[i][j] = row[nope + 2 * kRopeDim + min(word, nope / 8 - 1) / 8];
+                    }
+                }
+#pragma unroll
+                for (uint32_t i = 0; i < kTogether; ++i) {
+                    if ((packed >> (first + i) & 1) == 0) continue;
+                    uint16_t* row = to + (first + i) * stride;
+#pragma unroll
+                    for (uint32_t j = 0; j < 3; ++j) {
+                        const uint32_t word = lane + 32 * j;
+                        // 512 values have 56 words of codes: the third is past them.
+                        if (j < 2 && word < nope / 8) {
+                            uint32_t rest;
+                            const uint32_t factor = decode_factor(scale[i][j % 2], rest);
+                            uint2 low = decode_four(x[i][j].x, factor), high = decode_four(x[i][j].y, factor);
+                            if (rest != 0x3f803f80u) {
+                                low = make_uint2(bf16_product(low.x, rest), bf16_product(low.y, rest));
+                                high = make_uint2(bf16_product(high.x, rest), bf16_product(high.y, rest));
+                            }
+                            *reinterpret_cast<uint4*>(row + 8 * word) = make_uint4(low.x, low.y, high.x, high.y);
+                        } else if (word < words) {
+                            *reinterpret_cast<uint2*>(row + nope + 4 * (word - nope / 8)) = x[i][j];
                         }
                     }
                 }
@@ -391,25 +448,20 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         }
     };
 
+    // Where no block has more than one split, parts stay in shared memory.
+    const bool local = !single && splits <= min(gridDim.x, 8u);
+    const uint32_t part_stride = dim + 4;
+    float* own_part = reinterpret_cast<float*>(rows);  // [kHeads][part_stride]
     if (thread < kHeads) total_m[thread] = -ARC_INF, total_l[thread] = 0.0f;
-    // Queries, cut into terms; all are on their way before the first is cut.
-    const uint32_t quads = dim / 4;
-    auto bring_queries = [&]() {
-        constexpr uint32_t kMost = kHeads * kMaxLatent / 4 / kThreads;
-        float4 x[kMost];
-#pragma unroll
-        for (uint32_t j = 0; j < kMost; ++j) {
-            const uint32_t i = thread + j * kThreads, h = i / quads, e = i % quads * 4;
-            x[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (h < heads) x[j] = *reinterpret_cast<const float4*>(a.q + ((size_t)r * a.heads + first_head + h) * dim + e);
-        }
+    // Queries, cut into terms.
+    auto cut_queries = [&]() {
 #pragma unroll
         for (uint32_t j = 0; j < kMost; ++j) {
             const uint32_t i = thread + j * kThreads, h = i / quads, e = i % quads * 4;
             if (h < kHeads) {
 #pragma unroll
                 for (uint32_t t = 0; t < kQueryTerms; ++t) {
-                    const uint32_t low = cut_pair(x[j].x, x[j].y), high = cut_pair(x[j].z, x[j].w);
+                    const uint32_t low = cut_pair(query[j].x, query[j].y), high = cut_pair(query[j].z, query[j].w);
                     *reinterpret_cast<uint2*>(q + (t * kHeads + h) * stride + e) = make_uint2(low, high);
                 }
             }
@@ -426,7 +478,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     for (uint32_t split = blockIdx.x; split < splits; split += gridDim.x) {
         const uint32_t here = min(split_rows, list.n - split * split_rows);
         send(split);
-        if (split == blockIdx.x) bring_queries();
+        if (split == blockIdx.x) cut_queries();
         // Scores: the warp takes a share of the values, for all rows.
         float c[kRows / 8][4];
 #pragma unroll
@@ -461,51 +513,60 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
             *reinterpret_cast<float2*>(own + 8 * kScoreStride + 8 * i) = make_float2(c[i][2], c[i][3]);
         }
         __syncthreads();
-        // Softmax: the warp has two heads.
+        // Softmax: the warp has two heads, side by side.
+        float e[2][3], top[2], sum[2];
+#pragma unroll
+        for (uint32_t i = 0; i < 2; ++i) {
+            top[i] = -ARC_INF;
+#pragma unroll
+            for (uint32_t j = 0; j < 3; ++j) {
+                const uint32_t key = lane + 32 * j;
+                float dot = 0.0f;
+#pragma unroll
+                for (uint32_t w = 0; w < kWarps; ++w) {
+                    dot = __fadd_rn(dot, scores[(w * kHeads + 2 * warp + i) * kScoreStride + min(key, kRows - 1)]);
+                }
+                e[i][j] = key < here ? __fmul_rn(dot, a.scale) : -ARC_INF;
+                top[i] = fmaxf(top[i], e[i][j]);
+            }
+        }
+#pragma unroll
+        for (int half = 16; half > 0; half >>= 1) {
+#pragma unroll
+            for (uint32_t i = 0; i < 2; ++i) top[i] = fmaxf(top[i], __shfl_xor_sync(kFull, top[i], half));
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < 2; ++i) {
+#pragma unroll
+            for (uint32_t j = 0; j < 3; ++j) e[i][j] = exp(__fsub_rn(e[i][j], top[i]));
+            sum[i] = __fadd_rn(__fadd_rn(e[i][0], e[i][1]), e[i][2]);
+        }
+#pragma unroll
+        for (int half = 16; half > 0; half >>= 1) {
+#pragma unroll
+            for (uint32_t i = 0; i < 2; ++i) sum[i] = __fadd_rn(sum[i], __shfl_xor_sync(kFull, sum[i], half));
+        }
 #pragma unroll
         for (uint32_t i = 0; i < 2; ++i) {
             const uint32_t h = 2 * warp + i;
-            float s[3];
-            float top = -ARC_INF;
 #pragma unroll
             for (uint32_t j = 0; j < 3; ++j) {
                 const uint32_t key = lane + 32 * j;
-                s[j] = -ARC_INF;
-                if (key < here) {
-                    float sum = 0.0f;
-#pragma unroll
-                    for (uint32_t w = 0; w < kWarps; ++w) sum = __fadd_rn(sum, scores[(w * kHeads + h) * kScoreStride + key]);
-                    s[j] = __fmul_rn(sum, a.scale);
-                }
-                top = fmaxf(top, s[j]);
-            }
-#pragma unroll
-            for (int half = 16; half > 0; half >>= 1) top = fmaxf(top, __shfl_xor_sync(kFull, top, half));
-            float e[3];
-#pragma unroll
-            for (uint32_t j = 0; j < 3; ++j) e[j] = exp(__fsub_rn(s[j], top));
-            float sum = __fadd_rn(__fadd_rn(e[0], e[1]), e[2]);
-#pragma unroll
-            for (int half = 16; half > 0; half >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(kFull, sum, half));
-#pragma unroll
-            for (uint32_t j = 0; j < 3; ++j) {
-                const uint32_t key = lane + 32 * j;
-                float rest = e[j];
                 if (key < kRows) {
 #pragma unroll
                     for (uint32_t t = 0; t < kWeightTerms; ++t) {
-                        const uint32_t bits = bf16_pair(rest, 0.0f) & 0xffff;
-                        rest = __fsub_rn(rest, __uint_as_float(bits << 16));
+                        const uint32_t bits = bf16_pair(e[i][j], 0.0f) & 0xffff;
+                        e[i][j] = __fsub_rn(e[i][j], __uint_as_float(bits << 16));
                         weights[(t * kHeads + h) * kWeightStride + key] = bits;
                     }
                 }
             }
             if (lane == 0) {
-                part_m[h] = top, part_l[h] = sum;
+                part_m[h] = top[i], part_l[h] = sum[i];
                 if (single) {
                     float m = total_m[h], keep, add;
-                    join(m, top, keep, add);
-                    total_m[h] = m, total_l[h] = joined(total_l[h], keep, sum, add);
+                    join(m, top[i], keep, add);
+                    total_m[h] = m, total_l[h] = joined(total_l[h], keep, sum[i], add);
                     keep_of[h] = keep, add_of[h] = add;
                 }
             }
@@ -562,7 +623,12 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
             continue;
         }
         float* parts = a.parts + (((size_t)r * a.heads + first_head) * a.most_splits + split) * (dim + 2);
-        const size_t to_next = (size_t)a.most_splits * (dim + 2);
+        size_t to_next = (size_t)a.most_splits * (dim + 2);
+        if (local) {
+            // Where the rows were.
+            __syncthreads();
+            parts = own_part, to_next = part_stride;
+        }
 #pragma unroll
         for (uint32_t i = 0; i < 4; ++i) {
             if (i < per_warp && first_pair + i < pairs) {
@@ -574,7 +640,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                 }
             }
         }
-        if (thread < heads) {
+        if (thread < heads && !local) {
             *reinterpret_cast<float2*>(parts + thread * to_next + dim) = make_float2(part_m[thread], part_l[thread]);
         }
         __syncthreads();
@@ -604,41 +670,69 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         }
         return;
     }
-    // The cluster's blocks merge, each a share of every head's values.
-    cluster_sync();
+    // The cluster's blocks merge, each a share of every head's values. What else that takes comes before they meet.
     const uint32_t share = (quads + gridDim.x - 1) / gridDim.x;
-    for (uint32_t i = thread; i < heads * share; i += kThreads) {
-        const uint32_t h = i / share, quad = blockIdx.x * share + i % share;
-        if (quad >= quads) continue;
+    for (uint32_t i = thread, round = 0; round * kThreads < heads * share; i += kThreads, ++round) {
+        const uint32_t h = min(i / share, heads - 1), quad = min(blockIdx.x * share + i % share, quads - 1);
+        const float sink = a.sinks[first_head + h];
+        float4 cs = make_float4(1.0f, 0.0f, 1.0f, 0.0f);
+        if (4 * quad >= dim - kRopeDim) {
+            cs = *reinterpret_cast<const float4*>(a.rope + (size_t)info.pos * kRopeDim + 4 * quad - (dim - kRopeDim));
+        }
+        if (round == 0) cluster_sync();
         const float* part = a.parts + ((size_t)r * a.heads + first_head + h) * a.most_splits * (dim + 2);
         float m = -ARC_INF, l = 0.0f;
         float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        // Parts come eight at a time.
+        // Parts come eight at a time; local ones are all there are, and their weights were gathered.
         for (uint32_t first = 0; first < splits; first += 8) {
-            float2 ml[8], x[8], y[8];
+            float2 ml[8];
+            float4 x[8];
 #pragma unroll
             for (uint32_t s = 0; s < 8; ++s) {
-                const float* at = part + (size_t)min(first + s, splits - 1) * (dim + 2);
-                ml[s] = __ldcg(reinterpret_cast<const float2*>(at + dim));
-                x[s] = __ldcg(reinterpret_cast<const float2*>(at + 4 * quad));
-                y[s] = __ldcg(reinterpret_cast<const float2*>(at + 4 * quad + 2));
+                const uint32_t split = first + s;
+                if (split < splits) {
+                    if (local) {
+                        x[s] = remote4(own_part + h * part_stride + 4 * quad, split);
+                    } else {
+                        const float* at = part + (size_t)split * (dim + 2);
+                        ml[s] = __ldcg(reinterpret_cast<const float2*>(at + dim));
+                        const float2 low = __ldcg(reinterpret_cast<const float2*>(at + 4 * quad));
+                        const float2 high = __ldcg(reinterpret_cast<const float2*>(at + 4 * quad + 2));
+                        x[s] = make_float4(low.x, low.y, high.x, high.y);
+                    }
+                }
+            }
+            if (local && round == 0) {
+                if (thread < kHeads * 8 && thread % 8 < splits) {
+                    const uint32_t of = thread / 8, split = thread % 8;
+                    gathered[of][split] = make_float2(remote(part_m + of, split), remote(part_l + of, split));
+                }
+                __syncthreads();
             }
 #pragma unroll
             for (uint32_t s = 0; s < 8; ++s) {
                 if (first + s < splits) {
+                    if (local) ml[s] = gathered[h][s];
                     float keep, add;
                     join(m, ml[s].x, keep, add);
                     l = joined(l, keep, ml[s].y, add);
                     o.x = joined(o.x, keep, x[s].x, add), o.y = joined(o.y, keep, x[s].y, add);
-                    o.z = joined(o.z, keep, y[s].x, add), o.w = joined(o.w, keep, y[s].y, add);
+                    o.z = joined(o.z, keep, x[s].z, add), o.w = joined(o.w, keep, x[s].w, add);
                 }
             }
         }
         float ours, sum;
-        finish(m, l, a.sinks[first_head + h], ours, sum);
-        put(h, 4 * quad, __fdiv_rn(__fmul_rn(o.x, ours), sum), __fdiv_rn(__fmul_rn(o.y, ours), sum));
-        put(h, 4 * quad + 2, __fdiv_rn(__fmul_rn(o.z, ours), sum), __fdiv_rn(__fmul_rn(o.w, ours), sum));
+        finish(m, l, sink, ours, sum);
+        if (i < heads * share && blockIdx.x * share + i % share < quads) {
+            float4 y = make_float4(__fdiv_rn(__fmul_rn(o.x, ours), sum), __fdiv_rn(__fmul_rn(o.y, ours), sum),
+                                   __fdiv_rn(__fmul_rn(o.z, ours), sum), __fdiv_rn(__fmul_rn(o.w, ours), sum));
+            *reinterpret_cast<float4*>(out + h * dim + 4 * quad) = y;
+            if (a.mutant != 3 && 4 * quad >= dim - kRopeDim) turn(y.x, y.y, cs.x, -cs.y), turn(y.z, y.w, cs.z, -cs.w);
+            *reinterpret_cast<float4*>(turned + h * dim + 4 * quad) = y;
+        }
     }
+    // Nobody leaves while others read its part.
+    if (local) cluster_sync();
 }
 
 }  // namespace
