@@ -71,7 +71,8 @@ impl Cuda {
         let shared = SHARED_BEFORE + (4 * run).max(SHARED_RUN_MIN);
         let grid = Grid::new(heads as u32 * cluster, THREADS).shared(shared).cluster(cluster);
         if mistake == 0 {
-            return self.launch(kernel!("sample_rows"), grid, args![&view, logits.ptr(), run]);
+            let stamp = u32::from(!self.drafting);
+            return self.launch(kernel!("sample_rows"), grid, args![&view, logits.ptr(), run, stamp]);
         }
         self.launch(kernel!("sample_rows_wrong"), grid, args![&view, logits.ptr(), run, mistake])
     }

@@ -499,7 +499,9 @@ struct Block {
             if (!BINS || !__any_sync(kAll, sum)) continue;
             const u32 b[4] = {ruler.bin(x4.x), ruler.bin(x4.y), ruler.bin(x4.z), ruler.bin(x4.w)};
             const bool same = b[0] == b[1] && b[0] == b[2] && b[0] == b[3];
-            if (__all_sync(kAll, same && b[0] == __shfl_sync(kAll, b[0], 0))) {
+            // Apart, since `&&` would leave lanes out of the shuffle.
+            const u32 b0 = __shfl_sync(kAll, b[0], 0);
+            if (__all_sync(kAll, same && b[0] == b0)) {
                 const u32 all = __reduce_add_sync(kAll, sum);
                 if (lane() == 0) atomicAdd(&bins()[b[0]], all);
             } else {
