@@ -199,11 +199,10 @@ __device__ __forceinline__ u32 cluster_size() {
 
 // Orders shared memory of the whole cluster, and is a barrier of all its threads.
 __device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The same variable in another block's shared memory. NOTE: a rank that the cluster does not have is an illegal
-// instruction, even where the address is not used; hence volatile, and ranks that are clamped before.
+// The same variable in another block's shared memory; the rank has to be one of the cluster's.
 template <typename T>
 __device__ __forceinline__ T* of_rank(T* p, u32 rank) {
     u64 out;
@@ -553,7 +552,7 @@ struct Block {
         const Scale scale = sh().scale;
         const float least = of_key(keep.cut.key);
         u64 sum = 0;
-#pragma unroll 1
+#pragma unroll 2
         for (int t = first(), end = last(); t < end; ++t) {
             u64 w[4];
             kept_tile<MODE>(scale, keep, least, t, w);
@@ -748,13 +747,24 @@ struct Block {
             const float at[4] = {ruler.place(x4.x), ruler.place(x4.y), ruler.place(x4.z), ruler.place(x4.w)};
             const float near = fminf(fminf(at[0], at[1]), fminf(at[2], at[3]));
             if (!__any_sync(kAll, near < most || most == ARC_INF)) continue;
+            // One addition a tile: every entry finds its place among the tile's.
+            u32 lanes[4], found = 0;
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const u32 id = id_of(t, j);
-                if (at[j] >= least && (at[j] < most || most == ARC_INF) && id < vocab) {
-                    const u32 place = atomicAdd(&sh().n_local, 1);
-                    if (place < kListMax) local[place] = ((u64)(top - key(x[j])) << 32) | id;
+                const bool in = at[j] >= least && (at[j] < most || most == ARC_INF) && id_of(t, j) < vocab;
+                lanes[j] = __ballot_sync(kAll, in);
+                found += __popc(lanes[j]);
+            }
+            u32 place = 0;
+            if (lane() == 0 && found != 0) place = atomicAdd(&sh().n_local, found);
+            place = __shfl_sync(kAll, place, 0);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const u32 mine = place + __popc(lanes[j] & ((1u << lane()) - 1));
+                if ((lanes[j] >> lane()) & 1 && mine < kListMax) {
+                    local[mine] = ((u64)(top - key(x[j])) << 32) | id_of(t, j);
                 }
+                place += __popc(lanes[j]);
             }
         }
         __syncthreads();
