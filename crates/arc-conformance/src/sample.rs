@@ -2,12 +2,14 @@
 //! mistakes apart.
 
 use arc_device::cuda::Cuda;
+use arc_device::ops::hc::{HcConfig, STREAMS};
 use arc_device::ops::sample::{DryConfig, SamplerConfig};
+use arc_device::ops_v4::{OpsV4, Streams};
 use arc_device::step::{
     BLOCK_TOKENS, CtxClass, Forced, Landed, Part, Row, SlotInit, StepDelta, StepKey, TOKEN_OF_SLOT, landed_flags,
     row_flags,
 };
-use arc_device::{Alloc, Landing, MemoryClass, Ops, Readback, Steps, StreamState};
+use arc_device::{Alloc, Buffers, Landing, MemoryClass, Ops, Readback, Steps, StreamState};
 
 use crate::inputs::Rng;
 use crate::suite::{Pair, Suite, Verdict, decode_row, limits, shape};
@@ -43,6 +45,7 @@ pub fn cases(suite: &mut Suite) {
         }
     }
     suite.case("sample/two_parts", two_parts);
+    suite.case("sample/drafts", drafts);
     for (i, name) in Cuda::SAMPLE_MISTAKES.iter().enumerate().take(Cuda::SAMPLE_MISTAKES.len() - 1) {
         suite.mutant(&format!("sample/{name}"), |suite| random(suite, 1_000, 64, 12, i as u32 + 1));
     }
@@ -202,7 +205,10 @@ impl Both {
             if part == Part::Forward {
                 return Ok(());
             }
-            dev.sample_with(gpu_logits, heads, mistake)?;
+            match mistake {
+                0 => dev.sample(gpu_logits, heads)?,
+                _ => dev.sample_with(gpu_logits, heads, mistake)?,
+            }
             dev.commit(rows, heads)
         })
         .map_err(text)?;
@@ -394,4 +400,111 @@ fn times(suite: &Suite, vocab: usize) -> Verdict {
         }
     }
     Ok(text)
+}
+
+/// Steps that draw drafts, and verify them in the next: of most slots the drafter sees what the model will, so that its
+/// drafts are accepted.
+fn drafts(suite: &Suite) -> Verdict {
+    const DRAFTS: usize = 3;
+    let (vocab, slots, dim) = (1_000, 16, 8);
+    let rows = slots * (1 + DRAFTS);
+    let mut both = Both::new(suite, vocab, rows);
+    let mut rng = Rng(11);
+    let mut admit: Vec<SlotInit> = (0..slots).map(|slot| admission(&mut rng, slot, vocab, 1)).collect();
+    for init in &mut admit {
+        init.max_out = 40;
+        init.logprobs = None;
+    }
+    let mut table = Vec::new();
+    for slot in 0..slots {
+        let mut first = decode_row(slot, TOKEN_OF_SLOT);
+        first.flags |= row_flags::PROPOSE;
+        table.push(first);
+        table.extend((1..=DRAFTS).map(|j| Row { flags: row_flags::VERIFY, offset: j as u32, ..first }));
+    }
+    both.pair.stage(&StepDelta { admit, rows: Some(table), ..StepDelta::default() });
+    let mut of_slots = Vec::new();
+    (0..slots).for_each(|_| logits(&mut rng, vocab, &mut of_slots));
+    of_slots.iter_mut().filter(|x| x.is_nan() || **x == f32::INFINITY).for_each(|x| *x = 0.0);
+    let of_slot = |slot: usize| &of_slots[slot * vocab..(slot + 1) * vocab];
+    let values: Vec<f32> = (0..rows).flat_map(|r| of_slot(r / (1 + DRAFTS)).iter().copied()).collect();
+    both.write(&values);
+    let mut draft_values = Vec::new();
+    for slot in 0..slots {
+        if slot % 4 == 3 {
+            draft_values.extend((0..vocab).map(|_| rng.normal() * 3.0));
+        } else {
+            draft_values.extend_from_slice(of_slot(slot));
+        }
+    }
+    let key = StepKey {
+        drafts: DRAFTS as u32,
+        draft_rows: slots as u32,
+        ..StepKey::new(rows as u32, rows as u32, CtxClass::Short, Part::Whole)
+    };
+    let Both { pair: Pair { cpu, gpu }, cpu_logits, gpu_logits } = &mut both;
+    let mut cpu_side = Drafter::new(cpu, rows, vocab, dim, &draft_values);
+    let mut gpu_side = Drafter::new(gpu, rows, vocab, dim, &draft_values);
+    let text = |error: arc_device::error::DeviceError| error.to_string();
+    let (mut tokens, mut longest) = (0, 0);
+    for _ in 0..6 {
+        let step = cpu.step(key, &mut |dev| cpu_side.body(dev, cpu_logits, rows, slots, DRAFTS)).map_err(text)?;
+        gpu.step(key, &mut |dev| gpu_side.body(dev, gpu_logits, rows, slots, DRAFTS)).map_err(text)?;
+        while Landing::head(gpu) < step {
+            if gpu.poll().map_err(text)? == StreamState::Idle && Landing::head(gpu) < step {
+                return Err(format!("the stream is idle and step {step} has not landed"));
+            }
+        }
+        for h in 0..rows {
+            let (want, got) = (cpu.landed(step, h), gpu.landed(step, h));
+            if !same(&want, &got) {
+                return Err(format!("step {step}, row {h}: {want:?} wanted, {got:?}"));
+            }
+            tokens += want.n_tokens;
+            longest = longest.max(want.n_tokens);
+        }
+        cpu.read_to(step);
+        gpu.read_to(step);
+    }
+    if longest as usize <= DRAFTS {
+        return Err(format!("no step landed more than {longest} tokens of a slot"));
+    }
+    Ok(format!("{tokens} tokens, up to {longest} a step"))
+}
+
+/// What a drafter has beside a model: streams that nobody reads here, and logits.
+struct Drafter<D: Buffers> {
+    streams: [Streams<D>; 2],
+    merged: [D::Buf<f32>; 2],
+    logits: D::Buf<f32>,
+    cfg: HcConfig,
+}
+
+impl<D: OpsV4 + Alloc + Readback> Drafter<D> {
+    fn new(dev: &mut D, rows: usize, vocab: usize, dim: usize, logits: &[f32]) -> Self {
+        let mut take = |len| dev.alloc("drafter", MemoryClass::Workspace, len).expect("there is room");
+        let mut streams = || Streams { x: take(rows * STREAMS * dim), mixing: take(rows * 32) };
+        let streams = [streams(), streams()];
+        let merged = [take(rows * dim), take(rows * dim)];
+        let mut buf = take(rows * vocab);
+        dev.write(&mut buf, logits).expect("it fits");
+        Drafter { streams, merged, logits: buf, cfg: HcConfig { dim, iterations: 1, eps: 1e-6, norm_eps: 1e-6 } }
+    }
+
+    fn body(
+        &mut self,
+        dev: &mut D,
+        logits: &mut D::Buf<f32>,
+        rows: usize,
+        draft_rows: usize,
+        drafts: usize,
+    ) -> arc_device::error::Result<()> {
+        dev.sample(logits, rows)?;
+        let ([from, to], [merged, h]) = (&mut self.streams, &mut self.merged);
+        dev.draft_rows(to, h, from, merged, &self.cfg, draft_rows)?;
+        for _ in 0..drafts {
+            dev.sample_drafts(&mut self.logits, draft_rows)?;
+        }
+        dev.commit(rows, rows)
+    }
 }
