@@ -42,7 +42,7 @@ pub enum ModelFile {
     /// Safetensors: tensors only; the configuration and the tokenizer lie beside them.
     Safetensors(SafetensorsFile),
     /// Random weights from a seed: no file at all.
-    Synthetic(Synthetic),
+    Synthetic(Box<Synthetic>),
 }
 
 impl ModelFile {
@@ -53,7 +53,7 @@ impl ModelFile {
     /// the kinds, and `UnknownKind`.
     pub fn open(path: &Path) -> Result<Self, LoadError> {
         if let Some(name) = path.to_str().filter(|name| Synthetic::is_name(name)) {
-            return Ok(Self::Synthetic(Synthetic::open(name)?));
+            return Ok(Self::Synthetic(Box::new(Synthetic::open(name)?)));
         }
         let named = |extension: &str| path.extension().is_some_and(|found| found.eq_ignore_ascii_case(extension));
         if path.is_dir() || named("json") {

@@ -267,7 +267,7 @@ fn a_draft_block_is_found_under_both_names() {
 fn four_bit_experts_run() {
     let mut writer = two_bit();
     let mut changed = 0;
-    let random = |n: usize, seed: usize| (0..n).map(move |i| ((i + seed) * 2_654_435_761 >> 13) as u8);
+    let random = |n: usize, seed: usize| (0..n).map(move |i| (((i + seed) * 2_654_435_761) >> 13) as u8);
     for (seed, tensor) in writer.tensors.iter_mut().enumerate() {
         let name = String::from_utf8(tensor.name.clone()).expect("UTF-8");
         let format = match name.rsplit('.').nth(1) {

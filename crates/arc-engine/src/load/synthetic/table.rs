@@ -456,9 +456,7 @@ pub struct GgufNames {
     /// Names inside a layer or an MTP block, and at the top.
     block: BTreeMap<&'static str, &'static str>,
     top: BTreeMap<&'static str, &'static str>,
-    /// What an MTP block has beside a layer's tensors, in files that count MTP blocks as layers.
-    nextn: BTreeMap<&'static str, String>,
-    /// Layers of the trunk, in such files.
+    /// Layers of the trunk, in files that count MTP blocks as layers.
     trunk: Option<usize>,
 }
 
@@ -471,20 +469,18 @@ impl Default for GgufNames {
         Self {
             block: both.into_iter().flat_map(|kind| layer(&s, kind)).chain(mtp(&s)).map(names).collect(),
             top: top(&s).into_iter().map(names).collect(),
-            nextn: mtp(&s).into_iter().map(|entry| (entry.released, nextn(entry.gguf))).collect(),
             trunk: None,
         }
     }
 }
 
-/// `norm.weight` gives `nextn.shared_head_norm.weight`, any other name `nextn.` and itself. Without `.weight` too.
-fn nextn(gguf: &str) -> String {
-    match gguf.strip_prefix("norm") {
-        Some(rest) if rest.is_empty() || rest.starts_with('.') => format!("nextn.shared_head_norm{rest}"),
-        _ => {
-            let suffix = if gguf.contains('.') { "" } else { ".weight" };
-            format!("nextn.{gguf}{suffix}")
-        }
+/// The name that an MTP block's tensor has where MTP blocks count as layers: `norm.weight` is `nextn.shared_head_norm.weight`.
+/// `None` for what a layer has too.
+fn nextn(released: &str) -> Option<String> {
+    const OWN: [&str; 7] = ["e_proj", "h_proj", "enorm", "hnorm", "hc_head_fn", "hc_head_base", "hc_head_scale"];
+    match bare(released) {
+        "norm" => Some("nextn.shared_head_norm.weight".to_owned()),
+        name => OWN.contains(&name).then(|| format!("nextn.{name}.weight")),
     }
 }
 
@@ -517,8 +513,8 @@ impl GgufNames {
                 None => (format!("mtp.{}.", number(block)?), name, &self.block),
                 Some(layers) => {
                     let prefix = format!("blk.{}.", layers + number(block)?);
-                    if let Some(nextn) = self.nextn.get(name).or_else(|| self.nextn.get(bare(name))) {
-                        return Some((format!("{prefix}{nextn}"), None));
+                    if let Some(own) = nextn(name) {
+                        return Some((format!("{prefix}{own}"), None));
                     }
                     (prefix, name, &self.block)
                 }
