@@ -185,8 +185,8 @@ pub trait Ops: Buffers {
         rows: usize,
     ) -> Result<()>;
 
-    /// Softmax attention of each row over the keys at positions `<=` its own (and inside the window). Invariant,
-    /// bounded. `out`: `[rows, n_heads * head_dim]`; `qkv` as above.
+    /// Softmax attention of each row over the keys at positions `<=` its own (and inside the window). Exact.
+    /// `out`: `[rows, n_heads * head_dim]`; `qkv` as above.
     fn attention(
         &mut self,
         out: &mut Self::Buf<f32>,
