@@ -88,7 +88,8 @@ const MAX_ARGS: usize = 48;
 pub struct CudaBuf<T: Element> {
     at: u64,
     len: usize,
-    driver: Arc<Driver>,
+    /// Keeps the context alive for `drop`.
+    _driver: Arc<Driver>,
     _element: PhantomData<T>,
 }
 
@@ -290,7 +291,7 @@ impl Cuda {
         let at = alloc_zeroed(&self.driver, name, bytes)?;
         self.counters.allocs += 1;
         self.memory.add(name, class, bytes as u64);
-        Ok(CudaBuf { at, len, driver: self.driver.clone(), _element: PhantomData })
+        Ok(CudaBuf { at, len, _driver: self.driver.clone(), _element: PhantomData })
     }
 
     /// Copies `values` to the front of a buffer and waits until they are there. Load time only.

@@ -1,7 +1,7 @@
 //! The stages of the dense decoder on the GPU: each is a few launches of its families' kernels.
 
-use super::{Cuda, Grid, args, kernel};
-use crate::error::{DeviceError, Result};
+use super::Cuda;
+use crate::error::Result;
 use crate::ops::glu::Activation;
 use crate::ops::kv::AttentionConfig;
 use crate::ops::matmul::cuda::{Out, Source, Then};
@@ -9,10 +9,6 @@ use crate::{KvLayer, Norm, Ops, QkvConfig};
 
 /// Where a row info has its token.
 const TOKEN_AT: u64 = 12;
-
-pub(super) fn todo(stage: &str) -> DeviceError {
-    DeviceError::Unsupported { device: "cuda", what: format!("stage {stage}") }
-}
 
 impl Ops for Cuda {
     fn embed(&mut self, out: &mut Self::Buf<f32>, table: &Self::Matrix, scale: f32, rows: usize) -> Result<()> {

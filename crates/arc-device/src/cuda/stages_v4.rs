@@ -1,6 +1,5 @@
 //! The stages of DeepSeek-V4 on the GPU.
 
-use super::stages::todo;
 use super::{Cuda, Grid, args, kernel};
 use crate::Norm;
 use crate::error::Result;
