@@ -3,7 +3,7 @@
 use arc_device::format::{Coding, Format};
 use arc_device::ops::glu::Activation;
 use arc_device::ops::matmul::{Bytes, MatrixSource};
-use arc_device::step::{BLOCK_TOKENS, Limits, Row, SlotInit, StepDelta, row_flags};
+use arc_device::step::{Limits, Row, SlotInit, StepDelta, row_flags};
 use arc_device::{Alloc, Buffers, Element, MemoryClass, Norm, Ops, Readback, Steps};
 
 use crate::compare::{all, equal_bits};
@@ -229,7 +229,7 @@ fn table(rows: usize, vocab: usize, rng: &mut Rng) -> StepDelta {
     };
     let row = |slot: usize, rng: &mut Rng| Row {
         slot: slot as u16,
-        flags: if slot % 3 == 0 { row_flags::HEAD } else { 0 },
+        flags: if slot.is_multiple_of(3) { row_flags::HEAD } else { 0 },
         offset: 0,
         token: rng.below(vocab) as u32,
         target: 0,
@@ -242,7 +242,6 @@ fn table(rows: usize, vocab: usize, rng: &mut Rng) -> StepDelta {
 }
 
 fn slots(rows: usize) -> Limits {
-    assert!(BLOCK_TOKENS >= 32);
     limits(rows, 32)
 }
 

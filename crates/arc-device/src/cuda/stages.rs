@@ -25,9 +25,9 @@ impl Ops for Cuda {
         bias: Option<&Self::Buf<f32>>,
         rows: usize,
     ) -> Result<()> {
-        self.prepare_for(w, Source::of(x, w.cols).normed(norm), rows)?;
         let then = bias.map_or(Then::Store, |bias| Then::Bias(bias.ptr()));
-        self.product(w, Out { at: out.ptr(), stride: w.rows, then }, rows)
+        let out = Out { at: out.ptr(), stride: w.rows, then };
+        self.product_of(w, Source::of(x, w.cols).normed(norm), out, rows)
     }
 
     fn qkv_rope_append(
@@ -59,10 +59,10 @@ impl Ops for Cuda {
         post_norm: Option<Norm<'_, Self>>,
         rows: usize,
     ) -> Result<()> {
-        self.prepare_for(w, Source::of(x, w.cols), rows)?;
+        let from = Source::of(x, w.cols);
         match post_norm {
-            None => self.product(w, Out { at: residual.ptr(), stride: w.rows, then: Then::Add }, rows),
-            Some(norm) => self.product_normed(residual, w, norm, rows),
+            None => self.product_of(w, from, Out { at: residual.ptr(), stride: w.rows, then: Then::Add }, rows),
+            Some(norm) => self.product_normed(residual, w, from, norm, rows),
         }
     }
 
@@ -75,8 +75,8 @@ impl Ops for Cuda {
         act: Activation,
         rows: usize,
     ) -> Result<()> {
-        self.prepare_for(w, Source::of(x, w.cols).normed(norm), rows)?;
-        self.product(w, Out { at: out.ptr(), stride: w.rows / 2, then: Then::Glu(act) }, rows)
+        let out = Out { at: out.ptr(), stride: w.rows / 2, then: Then::Glu(act) };
+        self.product_of(w, Source::of(x, w.cols).normed(norm), out, rows)
     }
 
     fn head(
@@ -92,9 +92,8 @@ impl Ops for Cuda {
         let view = self.view();
         let source = Source::of(x, w.cols).normed(norm);
         let gathered = Source { map: Some(view.heads()), count: Some(view.n_heads()), ..source };
-        self.prepare_for(w, gathered, heads)?;
         let then = softcap.map_or(Then::Store, Then::Softcap);
-        self.product(w, Out { at: logits.ptr(), stride: w.rows, then }, heads)
+        self.product_of(w, gathered, Out { at: logits.ptr(), stride: w.rows, then }, heads)
     }
 
     fn sample(&mut self, logits: &mut Self::Buf<f32>, heads: usize) -> Result<()> {

@@ -1,8 +1,8 @@
 //! Products on the GPU.
 //!
-//! A product is two launches: [`Cuda::prepare`] makes inputs of rows of f32 (norm, rounding, int8), a product kernel reads
-//! them. Inputs stay until the next `prepare`, so several products can read the same. What happens to an output on its way
-//! to memory is [`Then`].
+//! [`Cuda::prepare`] makes inputs of rows of f32 (norm, rounding, int8), [`Cuda::product`] reads them. Inputs stay until
+//! the next `prepare`, so several products can read the same. [`Cuda::product_of`] is both, and one launch for few rows.
+//! What happens to an output on its way to memory is [`Then`].
 
 mod plan;
 
@@ -16,7 +16,7 @@ use crate::ops::matmul::{Bytes, MatrixSource};
 use crate::ops::quant::Inputs;
 use crate::ops::synthetic;
 use crate::{MemoryClass, ModelShape, Norm};
-use plan::{Cut, Embed, MAX_SEGS, Prepare, Product, Seg};
+use plan::{Cut, Embed, MAKES_ROWS, MAX_SEGS, Prepare, Product, Seg};
 
 /// Kernels over few rows, by format in the order of the enum and by rows (1, 2, 4, 8).
 #[rustfmt::skip]
@@ -39,10 +39,46 @@ const GEMV: [[Kernel; 4]; 16] = [
     [kernel!("arc_matmul_gemv_fp8_1"), kernel!("arc_matmul_gemv_fp8_2"), kernel!("arc_matmul_gemv_fp8_4"), kernel!("arc_matmul_gemv_fp8_8")],
 ];
 
+/// Kernels over many rows of integer-coded weights, by format: in blocks of 16 and of 64 rows.
+#[rustfmt::skip]
+const MMA: [Option<[Kernel; 2]>; 16] = [
+    None,
+    None,
+    None,
+    Some([kernel!("arc_matmul_mma_q8_0_16"), kernel!("arc_matmul_mma_q8_0_64")]),
+    Some([kernel!("arc_matmul_mma_q4_0_16"), kernel!("arc_matmul_mma_q4_0_64")]),
+    Some([kernel!("arc_matmul_mma_q4_1_16"), kernel!("arc_matmul_mma_q4_1_64")]),
+    Some([kernel!("arc_matmul_mma_q5_0_16"), kernel!("arc_matmul_mma_q5_0_64")]),
+    Some([kernel!("arc_matmul_mma_q5_1_16"), kernel!("arc_matmul_mma_q5_1_64")]),
+    Some([kernel!("arc_matmul_mma_q2_k_16"), kernel!("arc_matmul_mma_q2_k_64")]),
+    Some([kernel!("arc_matmul_mma_q3_k_16"), kernel!("arc_matmul_mma_q3_k_64")]),
+    Some([kernel!("arc_matmul_mma_q4_k_16"), kernel!("arc_matmul_mma_q4_k_64")]),
+    Some([kernel!("arc_matmul_mma_q5_k_16"), kernel!("arc_matmul_mma_q5_k_64")]),
+    Some([kernel!("arc_matmul_mma_q6_k_16"), kernel!("arc_matmul_mma_q6_k_64")]),
+    Some([kernel!("arc_matmul_mma_iq2_xxs_16"), kernel!("arc_matmul_mma_iq2_xxs_64")]),
+    Some([kernel!("arc_matmul_mma_mxfp4_16"), kernel!("arc_matmul_mma_mxfp4_64")]),
+    None,
+];
+/// Kernels over many rows of float weights, in the order of [`MMA`]'s gaps.
+const FMA: [(Format, Kernel); 4] = [
+    (Format::F32, kernel!("arc_matmul_fma_f32")),
+    (Format::F16, kernel!("arc_matmul_fma_f16")),
+    (Format::Bf16, kernel!("arc_matmul_fma_bf16")),
+    (Format::Fp8, kernel!("arc_matmul_fma_fp8")),
+];
+/// Rows that a block of the first kind of [`MMA`] takes, and of the second and of [`FMA`].
+const BLOCK_ROWS: [usize; 2] = [16, 64];
+/// Outputs that such a block computes.
+const BLOCK_OUTPUTS: usize = 128;
+/// From so many rows on, a block takes weights and rows a slice at a time.
+const MANY_ROWS: usize = 9;
+
 /// Bytes of a piece of a matrix on its way to the device.
 const PIECE: usize = 32 << 20;
 /// Parts begin at multiples of this.
 const PART_ALIGN: usize = 256;
+/// Widest row that a product's kernel norms by itself: it stands in shared memory.
+const MAKES_COLS: usize = 16_384;
 /// Widest row that can be normed: `kMaxCols` of quantise.cuh.
 const MAX_COLS: usize = 65_536;
 
@@ -215,6 +251,34 @@ impl Source {
     pub fn rounded(self, inputs: Inputs) -> Source {
         Source { inputs, ..self }
     }
+
+    /// As the CPU rounds for this matrix: int8 is for FP8 weights, integer-coded ones round by themselves.
+    fn for_matrix(self, w: &CudaMatrix) -> Source {
+        assert_eq!(self.cols, w.cols, "values of a row and columns of its matrix");
+        match self.inputs {
+            Inputs::Int8 if !w.is_fp8() => self.rounded(Inputs::F32),
+            _ => self,
+        }
+    }
+
+    fn prepare(&self) -> Prepare {
+        let (weight, eps) = self.norm.unwrap_or((0, 0.0));
+        Prepare {
+            x: self.x,
+            weight,
+            map: self.map.unwrap_or(0),
+            count: self.count.unwrap_or(0),
+            stride: self.stride as u32,
+            cols: self.cols as u32,
+            eps,
+            rounding: match self.inputs {
+                Inputs::F32 => 0,
+                Inputs::Fp8 => 1,
+                Inputs::Int8 => 2,
+            },
+            ..Prepare::default()
+        }
+    }
 }
 
 /// What becomes of the value `v` of output `n`.
@@ -271,8 +335,6 @@ pub(crate) struct Assigned {
     pub chosen: usize,
     /// Rows of the step: there are at most `rows * chosen` assignments.
     pub rows: usize,
-    /// Times that a row may name one expert: an expert has at most `rows * repeats` assignments.
-    pub repeats: usize,
     /// Input `i` of the product is that of the row of assignment `i`; otherwise inputs stand in the order of assignments.
     pub by_row: bool,
     /// Output row `row * chosen + place`; otherwise outputs stand in the order of assignments.
@@ -289,6 +351,10 @@ pub(crate) struct Workspace {
     /// Widest matrix so far.
     max_cols: usize,
     inputs: Option<InputBuffers>,
+    /// What the product that is being launched makes its inputs of.
+    making: Option<Source>,
+    /// Whether the product that is being launched is late.
+    late: bool,
     /// A product that is normed before it joins the residual, `[rows, hidden]`.
     product: Option<CudaBuf<f32>>,
 }
@@ -325,6 +391,8 @@ impl Workspace {
             gathered: Some(dev.take("logits for the host", class, dev.limits.heads * shape.vocab)?),
             max_cols,
             inputs: Some(inputs),
+            making: None,
+            late: false,
             product: Some(dev.take("activations", class, product)?),
         })
     }
@@ -343,24 +411,12 @@ impl Cuda {
         let inputs = self.matmul.inputs();
         assert!(rows * from.cols <= inputs.floats.len(), "{rows} inputs of {} values", from.cols);
         let wanted = |want: bool, at: u64| if want { at } else { 0 };
-        let (weight, eps) = from.norm.unwrap_or((0, 0.0));
         let args = Prepare {
-            x: from.x,
-            weight,
-            map: from.map.unwrap_or(0),
-            count: from.count.unwrap_or(0),
             q: wanted(reads.codes, inputs.q.ptr()),
             d: inputs.d.ptr(),
             sums: inputs.sums.ptr(),
             floats: wanted(reads.floats, inputs.floats.ptr()),
-            stride: from.stride as u32,
-            cols: from.cols as u32,
-            eps,
-            rounding: match from.inputs {
-                Inputs::F32 => 0,
-                Inputs::Fp8 => 1,
-                Inputs::Int8 => 2,
-            },
+            ..from.prepare()
         };
         let threads = if from.cols >= 2048 { 512 } else { 256 };
         self.launch(kernel!("arc_matmul_prepare"), Grid::new(rows as u32, threads), &[Arg::of(&args)])
@@ -369,12 +425,22 @@ impl Cuda {
     /// Makes inputs for one matrix, rounded as the CPU rounds them: integer-coded weights are left to their own rounding
     /// where `inputs` is int8.
     pub(crate) fn prepare_for(&mut self, w: &CudaMatrix, from: Source, rows: usize) -> Result<()> {
-        assert_eq!(from.cols, w.cols, "values of a row and columns of its matrix");
-        let inputs = match from.inputs {
-            Inputs::Int8 if !w.is_fp8() => Inputs::F32,
-            inputs => inputs,
-        };
-        self.prepare(w.reads(), from.rounded(inputs), rows)
+        self.prepare(w.reads(), from.for_matrix(w), rows)
+    }
+
+    /// `out[r] = then(w * from[r])`: inputs are made on the way, by the product's own kernel where that is faster. What
+    /// `from` names must not be what `out` names.
+    pub(crate) fn product_of(&mut self, w: &CudaMatrix, from: Source, out: Out, rows: usize) -> Result<()> {
+        let from = from.for_matrix(w);
+        let fits = from.norm.is_none() || w.cols <= MAKES_COLS;
+        if rows > MAKES_ROWS || !fits {
+            self.prepare(w.reads(), from, rows)?;
+            return self.product(w, out, rows);
+        }
+        self.matmul.making = Some(from);
+        let done = self.product(w, out, rows);
+        self.matmul.making = None;
+        done
     }
 
     /// `out[r] = then(w * input r)` for `rows` inputs.
@@ -398,6 +464,16 @@ impl Cuda {
         Ok(())
     }
 
+    /// As [`product_of`](Self::product_of), and the kernel behind it begins only when those before it have ended: it may
+    /// read what they wrote without waiting for the product.
+    #[allow(dead_code, reason = "for a router that runs beside the shared expert")]
+    pub(crate) fn product_of_late(&mut self, w: &CudaMatrix, from: Source, out: Out, rows: usize) -> Result<()> {
+        self.matmul.late = true;
+        let done = self.product_of(w, from, out, rows);
+        self.matmul.late = false;
+        done
+    }
+
     /// Every part meets rows of its own: row `r` of part `p` is input `r * x_row + p * x_part`, and its outputs are
     /// `out[r][p * part rows ..]`. Parts are alike.
     pub(crate) fn product_parts(
@@ -417,6 +493,20 @@ impl Cuda {
         })
     }
 
+    /// As [`product_experts`](Self::product_experts), with inputs made on the way: input `i` of row `i` of `from`.
+    #[allow(dead_code, reason = "the next change calls it")]
+    pub(crate) fn product_experts_of(&mut self, w: &CudaMatrix, from: Source, out: Out, to: &Assigned) -> Result<()> {
+        let from = from.for_matrix(w);
+        if to.rows > MAKES_ROWS {
+            self.prepare(w.reads(), from, if to.by_row { to.rows } else { to.rows * to.chosen })?;
+            return self.product_experts(w, out, to);
+        }
+        self.matmul.making = Some(from);
+        let done = self.product_experts(w, out, to);
+        self.matmul.making = None;
+        done
+    }
+
     /// Every expert meets the rows that are assigned to it. With [`Then::ClampedSilu`] an expert is two parts, gate and up.
     pub(crate) fn product_experts(&mut self, w: &CudaMatrix, out: Out, to: &Assigned) -> Result<()> {
         let per = if matches!(out.then, Then::ClampedSilu { .. }) { 2 } else { 1 };
@@ -424,7 +514,7 @@ impl Cuda {
         let stride = w.stride(per)?;
         let touched = to.experts.min(to.rows * to.chosen);
         self.counters.weight_bytes += (w.bytes() / to.experts * touched) as u64;
-        self.launch_product(w, &w.parts[..per], out, to.rows * to.repeats, |product| {
+        self.launch_product(w, &w.parts[..per], out, to.rows, |product| {
             product.pair = u32::from(per == 2);
             product.groups = w.cut.groups(w.parts[0].rows) as u32;
             product.parts = touched as u32;
@@ -498,28 +588,69 @@ impl Cuda {
             d_at: 0,
             sums_at: 0,
             floats_at: 0,
+            squares_at: 0,
+            norm_at: 0,
             partials_at: 0,
             ring_at: 0,
-            unused: 0,
+            late: u32::from(self.matmul.late),
         };
         if let Then::Routed { .. } = out.then {
             product.infos = self.view().infos();
         }
         set(&mut product);
         let format = parts[0].format;
+        if rows >= MANY_ROWS {
+            return self.launch_many(format, &product);
+        }
+        let from = self.matmul.making;
+        let source = from.map_or(Prepare::default(), |from| from.prepare());
+        let normed = from.is_some_and(|from| from.norm.is_some());
         let mut taken = plan::rows_taken(rows);
         let shape = loop {
             let parts = (product.parts as usize).max(1);
-            let table = format == Format::Iq2Xxs;
-            if let Some(shape) = product.cut_blocks(taken, table, format, parts, self.multiprocessors()) {
+            if let Some(shape) = product.cut_blocks(taken, format, parts, normed, self.multiprocessors()) {
                 break shape;
             }
             assert!(taken > 1, "one row of {} values does not fit", w.cols);
             taken /= 2;
         };
         let kernel = GEMV[format as usize][taken.ilog2() as usize];
-        let grid = Grid::xy(shape.blocks, rows.div_ceil(taken) as u32, shape.threads).shared(shape.shared);
-        self.launch(kernel, grid, &[Arg::of(&product)])
+        // Experts' rows beyond those that a kernel takes are further passes.
+        let y = if product.bounds != 0 { 1 } else { rows.div_ceil(taken) as u32 };
+        let grid = Grid::xy(shape.blocks, y, shape.threads).shared(shape.shared);
+        self.launch(kernel, grid, &[Arg::of(&product), Arg::of(&source)])
+    }
+
+    /// Launches a product over many rows.
+    fn launch_many(&mut self, format: Format, product: &Product) -> Result<()> {
+        let (rows, parts) = (product.rows as usize, product.parts as usize);
+        let outputs = if product.pair != 0 { BLOCK_OUTPUTS / 2 } else { BLOCK_OUTPUTS };
+        let down = (product.groups as usize * product.cut.group_rows()).div_ceil(outputs);
+        let assigned = rows * product.chosen as usize;
+        let blocks = |taken: usize| match (parts, product.bounds) {
+            (0, _) => rows.div_ceil(taken),
+            (_, 0) => parts * rows.div_ceil(taken),
+            // Every expert with rows has a last block that is not full.
+            _ => parts + assigned / taken,
+        };
+        // Larger blocks decode a weight for more rows, if there are rows for them and blocks for everybody.
+        let each = if product.bounds != 0 { assigned / product.experts as usize } else { rows };
+        let [few, many] = BLOCK_ROWS;
+        let large = each > 24 && blocks(many) * down >= self.multiprocessors() as usize;
+        let (kernel, taken, threads, shared) = match MMA[format as usize] {
+            Some([_, kernel]) if large => {
+                // As mma.cuh has it: 16 warps, or 8 where decoding weighs more.
+                let threads = if format.block_len() == 32 && format != Format::Mxfp4 { 512 } else { 256 };
+                (kernel, many, threads, product.cut.shared_of_many(format, many, BLOCK_OUTPUTS))
+            }
+            Some([kernel, _]) => (kernel, few, 128, product.cut.shared_of_many(format, few, BLOCK_OUTPUTS)),
+            None => {
+                let found = FMA.iter().find(|(of, _)| *of == format);
+                (found.expect("every format is integer-coded or float").1, many, 256, 0)
+            }
+        };
+        let grid = Grid::xy(blocks(taken) as u32, down as u32, threads).shared(shared);
+        self.launch(kernel, grid, &[Arg::of(product)])
     }
 
     /// `out[r] = table[id(r)] * scale`, zeros where a row is not live or its id is past the table. `ids`: address of a u32
@@ -553,18 +684,19 @@ impl Cuda {
         self.launch(kernel!("arc_matmul_embed"), grid, &[Arg::of(&args)])
     }
 
-    /// `residual[r] += norm(w * input r)`.
+    /// `residual[r] += norm(w * from[r])`.
     pub(crate) fn product_normed(
         &mut self,
         residual: &CudaBuf<f32>,
         w: &CudaMatrix,
+        from: Source,
         norm: Norm<'_, Cuda>,
         rows: usize,
     ) -> Result<()> {
         let product = self.matmul.product.as_ref().expect("`finish` made it");
         assert!(rows * w.rows <= product.len(), "the model's shape says that products are normed");
         let at = product.ptr();
-        self.product(w, Out { at, stride: w.rows, then: Then::Store }, rows)?;
+        self.product_of(w, from, Out { at, stride: w.rows, then: Then::Store }, rows)?;
         let args = args![residual.ptr(), at, norm.weight.ptr(), norm.eps, w.rows as u32];
         self.launch(kernel!("arc_matmul_norm_add"), Grid::new(rows as u32, 256), args)
     }

@@ -97,14 +97,14 @@ __device__ __forceinline__ void k_scale_min(const uint4& head, int s, float& d, 
 // Calls `sink` with every block of 32 values of a lane's slice, ascending: `block(b, code, d, m)` or, in PerHalf formats,
 // `halves(b, code, d, sc0, sc1, m, mins)` with the two integer minimums in a byte each. `code`: eight words, less
 // `code_offset(F)` the integers that are scaled. FULL: the slice has eight blocks, else `blocks`.
-template <uint32_t F, bool FULL, typename Sink>
+// UNROLL: how many of them at once, in formats of blocks of 32, so that loads run ahead of the sums.
+template <uint32_t F, bool FULL, int UNROLL, typename Sink>
 __device__ __forceinline__ void each_block(const uint8_t* tile, int lane, int blocks, const uint32_t* patterns, Sink& sink) {
     const uint8_t* wide = tile + 16 * lane;
     uint32_t code[8];
     if constexpr (F == Q8_0 || F == Q4_0 || F == Q4_1 || F == Q5_0 || F == Q5_1 || F == MXFP4) {
         constexpr int kUnit = kLanes * unit_bytes(F);
-        // Unrolled, so that loads run ahead of the sums; q8_0 by half, as it has the most of them.
-#pragma unroll(FULL ? (F == Q8_0 ? 4 : 8) : 1)
+#pragma unroll(FULL ? UNROLL : 1)
         for (int b = 0; b < (FULL ? 8 : blocks); ++b) {
             const uint8_t* unit = wide + b * kUnit;
             const uint8_t* rest = tile + b * kUnit + 512;

@@ -159,11 +159,13 @@ __device__ __forceinline__ void dot_slice(const uint8_t* tile, int lane, int col
     if constexpr (is_float(F)) {
         dot_floats<NR, F>(tile, lane, cols, x, acc);
     } else {
+        // q8_0 has the most to load.
+        constexpr int kUnroll = F == Q8_0 ? 2 : 8;
         Add<NR, F> add{x, acc};
         if (unit_len(F) == 32 && cols != kSlice) {
-            each_block<F, false>(tile, lane, cols / 32, x.patterns, add);
+            each_block<F, false, 1>(tile, lane, cols / 32, x.patterns, add);
         } else {
-            each_block<F, true>(tile, lane, 8, x.patterns, add);
+            each_block<F, true, kUnroll>(tile, lane, 8, x.patterns, add);
         }
     }
 }

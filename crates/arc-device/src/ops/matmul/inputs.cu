@@ -49,9 +49,9 @@ __device__ __noinline__ void embed_block(const uint8_t* tile, int lane, int bloc
                                          float scale) {
     Values values{F, b, out, scale};
     if (unit_len(F) == 32 && blocks != 8) {
-        each_block<F, false>(tile, lane, blocks, patterns, values);
+        each_block<F, false, 1>(tile, lane, blocks, patterns, values);
     } else {
-        each_block<F, true>(tile, lane, 8, patterns, values);
+        each_block<F, true, 1>(tile, lane, 8, patterns, values);
     }
 }
 
@@ -101,6 +101,39 @@ __device__ void decode_some(const Seg* segs, uint32_t n_segs, const Cut& cut, ui
     }
 }
 
+// Inputs to memory.
+struct ToMemory {
+    const Prepare& p;
+    uint32_t row;
+    __device__ __forceinline__ void take(uint32_t k, uint32_t step, uint32_t cols, const float (&v)[kTogether][4]) const {
+        const size_t at = (size_t)row * cols;
+        if (p.floats != 0) {
+            float* to = reinterpret_cast<float*>(p.floats) + at;
+#pragma unroll
+            for (int n = 0; n < kTogether; ++n) {
+                const uint32_t here = k + n * step;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if (here + i < cols) to[here + i] = v[n][i];
+                }
+            }
+        }
+        if (p.q == 0) return;
+        Quantised out[kTogether];
+        quantise(v, out);
+#pragma unroll
+        for (int n = 0; n < kTogether; ++n) {
+            const size_t here = at + k + n * step;
+            if (k + n * step >= cols) break;
+            *reinterpret_cast<uint32_t*>(p.q + here) = out[n].q;
+            if (threadIdx.x % 8 == 0) {
+                reinterpret_cast<float*>(p.d)[here / 32] = out[n].d;
+                reinterpret_cast<uint32_t*>(p.sums)[here / 32] = out[n].sums;
+            }
+        }
+    }
+};
+
 // Rows of a table.
 struct Embed {
     Seg segs[kMaxSegs];
@@ -122,7 +155,8 @@ extern "C" __global__ void __launch_bounds__(512) arc_matmul_prepare(const __gri
     arc::pdl_launch();
     arc::pdl_wait();
     if (p.count != 0 && blockIdx.x >= *reinterpret_cast<const uint32_t*>(p.count)) return;
-    arc::prepare_row(p, blockIdx.x, shared);
+    arc::prepare_row(p, arc::source_row(p, blockIdx.x), reinterpret_cast<const float*>(p.weight), shared,
+                     arc::ToMemory{p, blockIdx.x});
 }
 
 extern "C" __global__ void __launch_bounds__(256) arc_matmul_embed(const __grid_constant__ arc::Embed p) {
@@ -152,7 +186,9 @@ extern "C" __global__ void __launch_bounds__(256) arc_matmul_norm_add(float* out
     arc::pdl_launch();
     arc::pdl_wait();
     out += (size_t)blockIdx.x * cols, x += (size_t)blockIdx.x * cols;
-    const float factor = arc::norm_factor(x, cols, eps, shared);
+    arc::chunk_squares(cols, shared, [&](uint32_t i) { return x[i]; });
+    __syncthreads();
+    const float factor = arc::norm_factor(cols, eps, shared);
     for (uint32_t i = threadIdx.x; i < cols; i += blockDim.x) {
         out[i] = __fadd_rn(out[i], __fmul_rn(__fmul_rn(x[i], factor), weight[i]));
     }

@@ -136,12 +136,27 @@ struct Product {
     uint32_t chosen, gather, scatter, experts;
     uint64_t infos;  // RowInfo, for kThenRouted
     // Where the parts of a block's shared memory begin: table of patterns, activations (int8, scales, sums, floats),
-    // partial sums, tiles. Barriers stand at 0.
-    uint32_t table_at, q_at, d_at, sums_at, floats_at, partials_at, ring_at, unused;
+    // squares of a norm and its weights, partial sums, tiles. Barriers stand at 0.
+    uint32_t table_at, q_at, d_at, sums_at, floats_at, squares_at, norm_at, partials_at, ring_at;
+    uint32_t late;  // the next kernel may begin only when the one before this one has ended
 };
-static_assert(sizeof(Product) == 384);
+static_assert(sizeof(Product) == 392);
 
 // How inputs are made of rows of f32.
 enum Rounding : uint32_t { kRoundNot, kRoundFp8, kRoundInt8 };
+
+// Rows of f32 to inputs of a product.
+struct Prepare {
+    uint64_t x;           // [.., stride] f32
+    uint64_t weight;      // of the norm, [cols] f32; null: no norm
+    uint64_t map;         // row of x for each row, u32; null: the same
+    uint64_t count;       // how many rows there are, u32; null: all
+    uint64_t q, d, sums;  // null: not wanted
+    uint64_t floats;      // null: not wanted
+    uint32_t stride, cols;
+    float eps;
+    uint32_t rounding;
+};
+static_assert(sizeof(Prepare) == 80);
 
 }  // namespace arc

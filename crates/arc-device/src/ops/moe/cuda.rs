@@ -4,7 +4,7 @@ use crate::cuda::{Cuda, CudaBuf};
 use crate::error::Result;
 use crate::ops::matmul::cuda::{Assigned, Out, Source, Then};
 use crate::ops::router;
-use crate::ops_v4::{ExpertConfig, ExpertWeights, ExpertWork, RouterWeights};
+use crate::ops_v4::{ExpertConfig, ExpertWeights, ExpertWork};
 use crate::{MemoryClass, ModelShape};
 
 /// Memory that experts need beside their operands.
@@ -54,7 +54,7 @@ pub(crate) fn up(
     assert!(ws.mid.len() >= rows * cfg.router.chosen * cfg.ffn, "units of {rows} rows");
     dev.prepare_for(&w.up, Source::of(h, cfg.hidden).rounded(cfg.inputs), rows)?;
     let out = Out { at: ws.mid.ptr(), stride: cfg.ffn, then: Then::ClampedSilu { limit: cfg.limit } };
-    dev.product_experts(&w.up, out, &Assigned { by_row: true, by_place: false, ..assigned(ws, w, cfg, rows) })
+    dev.product_experts(&w.up, out, &Assigned { by_row: true, by_place: false, ..assigned(ws, cfg, rows) })
 }
 
 /// What [`crate::ops_v4::OpsV4::experts_down`] does.
@@ -77,15 +77,13 @@ pub(crate) fn down(
     let from = Source { count: Some(count), ..Source::of(&ws.mid, ffn).rounded(cfg.inputs) };
     dev.prepare_for(&w.down, from, rows * chosen)?;
     let each = Out { at: products, stride: hidden, then: Then::Store };
-    dev.product_experts(&w.down, each, &Assigned { by_row: false, by_place: true, ..assigned(ws, w, cfg, rows) })?;
+    dev.product_experts(&w.down, each, &Assigned { by_row: false, by_place: true, ..assigned(ws, cfg, rows) })?;
     dev.prepare_for(&w.shared_down, Source::of(&ws.shared, ffn).rounded(cfg.inputs), rows)?;
     let sum = Out { at: out.ptr(), stride: hidden, then: Then::Routed { products, chosen } };
     dev.product(&w.shared_down, sum, rows)
 }
 
-fn assigned(ws: &ExpertWork<Cuda>, w: &ExpertWeights<Cuda>, cfg: &ExpertConfig, rows: usize) -> Assigned {
-    // A table may name an expert twice; scores choose each once.
-    let repeats = if matches!(w.router, RouterWeights::Hashed(_)) { cfg.router.chosen } else { 1 };
+fn assigned(ws: &ExpertWork<Cuda>, cfg: &ExpertConfig, rows: usize) -> Assigned {
     Assigned {
         order: ws.order.ptr(),
         bounds: ws.bounds.ptr(),
@@ -93,7 +91,6 @@ fn assigned(ws: &ExpertWork<Cuda>, w: &ExpertWeights<Cuda>, cfg: &ExpertConfig, 
         experts: cfg.router.experts,
         chosen: cfg.router.chosen,
         rows,
-        repeats,
         by_row: true,
         by_place: false,
     }

@@ -1,6 +1,6 @@
 //! How a matrix lies in device memory, and how a product over few rows is cut into blocks: the Rust side of `layout.cuh`.
 
-use crate::format::Format;
+use crate::format::{Coding, Format};
 use crate::ops::matmul::SLICE;
 
 /// Lanes of a warp.
@@ -9,8 +9,6 @@ const LANES: usize = 32;
 pub(crate) const MAX_SEGS: usize = 8;
 /// Shared memory that a block can have.
 pub(crate) const MAX_SHARED: u32 = 232_448;
-/// Of a multiprocessor, what a block takes for itself.
-const SHARED_OF_BLOCK: u32 = 1024;
 
 /// Columns cut into slices, and slices into tiles. `Cut` of layout.cuh.
 #[repr(C)]
@@ -72,6 +70,20 @@ impl Cut {
         }
     }
 
+    /// Shared memory of a block over many rows that takes `taken` of them: tables, and two stages of weights and rows.
+    /// `Mma` of mma.cuh.
+    pub fn shared_of_many(&self, format: Format, taken: usize, outputs: usize) -> u32 {
+        let (len, bytes) = unit(format);
+        let groups = outputs / self.group_rows();
+        let slab = SLICE / len * (self.group_rows() * bytes).next_multiple_of(16);
+        let sums = !matches!(format, Format::Q8_0 | Format::Iq2Xxs | Format::Mxfp4);
+        let halves = matches!(format.coding(), Coding::PerHalf(_));
+        let rows = taken * (if halves { 272 } else { 288 } + 32 + if sums { 32 } else { 0 });
+        let patterns = if format == Format::Iq2Xxs { 1024 } else { 4 };
+        let tables = (outputs / 8 * 16 + taken * 4 + patterns).next_multiple_of(8).next_multiple_of(128);
+        (tables + 2 * (groups * slab + rows)) as u32
+    }
+
     /// Bytes of the longest tile.
     fn longest_tile(&self, format: Format) -> usize {
         tile_bytes(format, SLICE.min(self.cols as usize))
@@ -127,15 +139,17 @@ pub(crate) struct Product {
     pub d_at: u32,
     pub sums_at: u32,
     pub floats_at: u32,
+    pub squares_at: u32,
+    pub norm_at: u32,
     pub partials_at: u32,
     pub ring_at: u32,
-    pub unused: u32,
+    pub late: u32,
 }
-const _: () = assert!(size_of::<Product>() == 384);
+const _: () = assert!(size_of::<Product>() == 392);
 
 /// `Prepare` of quantise.cuh.
 #[repr(C)]
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Prepare {
     pub x: u64,
     pub weight: u64,
@@ -187,42 +201,45 @@ pub(crate) fn rows_taken(rows: usize) -> usize {
     }
 }
 
+/// Rows that a kernel may make the inputs of by itself.
+pub(crate) const MAKES_ROWS: usize = 2;
+/// Warps of a block, by kernel: as its launch bounds say.
+const WARPS: [u32; 4] = [16, 16, 12, 12];
+/// Of large tiles, fewer warps that have two in flight are better than more that have one.
+const LARGE_TILE: u32 = 8192;
+const WARPS_OF_LARGE: u32 = 11;
+/// Tiles of a step, at one row: what their partial sums take is bounded.
+const STEP_TILES: u32 = 64;
+
 impl Product {
     /// Cuts the product into blocks for `multiprocessors`, each row kernel taking `taken` rows: fills the fields that say
-    /// so. `table`: the kernel keeps the patterns of IQ2_XXS. `parts`: parts or experts with rows, 1 otherwise. `None`
+    /// so. `parts`: parts or experts with rows, 1 otherwise. `normed`: the kernel makes its inputs, behind a norm. `None`
     /// where the rows do not fit in shared memory.
     pub fn cut_blocks(
         &mut self,
         taken: usize,
-        table: bool,
         format: Format,
         parts: usize,
+        normed: bool,
         multiprocessors: u32,
     ) -> Option<Shape> {
         let tiles = self.cut.tiles() as u32;
         let per_group = if self.pair != 0 { 2 * tiles } else { tiles };
         self.stage_bytes = self.cut.longest_tile(format).next_multiple_of(128) as u32;
-        let (taken, slices) = (taken as u32, self.cut.slices);
-        let (codes, floats) = (u32::from(self.q != 0) * taken * slices, u32::from(self.floats != 0) * taken * slices);
-        // Large inputs want fewer and larger blocks, since each keeps a copy of them; large tiles, smaller ones.
-        let inputs = codes * 336 + floats * 1040;
-        let mut most = match inputs {
-            28_673.. if taken == 8 => 12,
-            28_673.. if taken == 4 => 16,
-            _ => 8,
-        };
-        if self.stage_bytes > 12_000 {
-            most = 4;
-        }
-        let (groups_at_once, mut warps) = if per_group >= most {
-            (1, per_group.div_ceil(per_group.div_ceil(most)))
-        } else {
-            (most / per_group, most / per_group * per_group)
-        };
-        self.per_block = groups_at_once.min(self.groups);
-        warps = warps.min(self.per_block * per_group);
+        let (taken, slices, parts) = (taken as u32, self.cut.slices, parts as u32);
+        // Groups of a step: every multiprocessor gets about the same number of groups in the end.
+        let most_groups = (STEP_TILES / taken / per_group).clamp(1, self.groups);
+        let load = |at_once: u32| (parts * self.groups.div_ceil(at_once)).div_ceil(multiprocessors) * at_once;
+        self.per_block = (1..=most_groups).rev().min_by_key(|at_once| load(*at_once)).unwrap_or(1);
         let items = self.per_block * per_group;
-        let steps = parts as u32 * self.groups.div_ceil(self.per_block);
+        let steps = parts * self.groups.div_ceil(self.per_block);
+        let most = match WARPS[taken.ilog2() as usize] {
+            most if self.stage_bytes > LARGE_TILE => most.min(WARPS_OF_LARGE),
+            most => most,
+        };
+        let mut warps = items.div_ceil(items.div_ceil(most));
+        let floats = format.coding() == Coding::Float;
+        let (codes, floats) = (u32::from(!floats) * taken * slices, u32::from(floats) * taken * slices);
         let mut shared = |warps: u32, stages: u32| {
             let mut at = (8 * warps * stages).next_multiple_of(128);
             let mut place = |bytes: u32| {
@@ -230,11 +247,13 @@ impl Product {
                 at += bytes.next_multiple_of(16);
                 here
             };
-            self.table_at = place(if table { 1024 } else { 0 });
+            self.table_at = place(if format == Format::Iq2Xxs { 1024 } else { 0 });
             self.q_at = place(codes * 272);
             self.d_at = place(codes * 32);
             self.sums_at = place(codes * 32);
             self.floats_at = place(floats * 1040);
+            self.squares_at = place(if normed { taken * 256 } else { 0 });
+            self.norm_at = place(if normed { 4 * self.cut.cols } else { 0 });
             self.partials_at = place(2 * items * taken * 128);
             self.ring_at = at.next_multiple_of(128);
             self.ring_at + warps * stages * self.stage_bytes
@@ -245,21 +264,10 @@ impl Product {
                 return None;
             }
         }
-        let each = items.div_ceil(warps);
-        // Registers, by kernel: about these many warps fit.
-        let resident = [32, 24, 16, 12][taken.ilog2() as usize];
-        let fitting = |shared: u32, warps: u32| (MAX_SHARED / (shared + SHARED_OF_BLOCK)).min(resident / warps).max(1);
-        let at_once = fitting(shared(warps, 1), warps);
-        let rounds = steps.div_ceil(multiprocessors * at_once);
         // As many tiles in flight as there is room for, and no more than a warp ever takes.
-        let mut stages = 1;
-        while stages < 8 && stages < rounds * each {
-            let more = shared(warps, stages + 1);
-            if more > MAX_SHARED || fitting(more, warps) < at_once {
-                break;
-            }
-            stages += 1;
-        }
+        let rounds = steps.div_ceil(multiprocessors);
+        let each = rounds * items.div_ceil(warps);
+        let stages = (1..=each.min(8)).rev().find(|stages| shared(warps, *stages) <= MAX_SHARED).unwrap_or(1);
         self.stages = stages;
         let shared = shared(warps, stages);
         Some(Shape { blocks: steps.div_ceil(rounds), threads: 32 * warps, shared })
