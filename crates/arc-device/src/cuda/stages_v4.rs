@@ -93,8 +93,7 @@ impl OpsV4 for Cuda {
         rows: usize,
     ) -> Result<()> {
         let source = Source::of(&ws.grouped, w.out_b.cols).rounded(layer.inputs);
-        self.prepare_for(&w.out_b, source, rows)?;
-        self.product(&w.out_b, Out { at: out.ptr(), stride: w.out_b.rows, then: Then::Store }, rows)
+        self.product_of(&w.out_b, source, Out { at: out.ptr(), stride: w.out_b.rows, then: Then::Store }, rows)
     }
 
     fn ffn_in(

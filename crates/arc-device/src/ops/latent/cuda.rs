@@ -262,8 +262,7 @@ impl Cuda {
         let source = Source::of(h, w.low.cols);
         let low = stored(&ws.low, &w.low);
         let Some(pool) = &w.pool else {
-            self.prepare_for(&w.low, source.rounded(layer.inputs), rows)?;
-            return self.product(&w.low, low, rows);
+            return self.product_of(&w.low, source.rounded(layer.inputs), low, rows);
         };
         // Compressors and index weights read what is not rounded.
         let shared = rounding(layer.inputs, &w.low) == Inputs::F32;
@@ -299,11 +298,10 @@ impl Cuda {
             self.product(&w.q_b, stored(&ws.q, &w.q_b), rows)?;
             self.product(&index.q_b, stored(&ws.index_q, &index.q_b), rows)?;
         } else {
-            self.prepare_for(&w.q_b, source.rounded(layer.inputs), rows)?;
-            self.product(&w.q_b, stored(&ws.q, &w.q_b), rows)?;
+            self.product_of(&w.q_b, source.rounded(layer.inputs), stored(&ws.q, &w.q_b), rows)?;
             if let Some(index) = index {
-                self.prepare_for(&index.q_b, source.rounded(layer.inputs), rows)?;
-                self.product(&index.q_b, stored(&ws.index_q, &index.q_b), rows)?;
+                let out = stored(&ws.index_q, &index.q_b);
+                self.product_of(&index.q_b, source.rounded(layer.inputs), out, rows)?;
             }
         }
         let args = self.latent_args(ws, state, Some(w), layer, select, rows)?;

@@ -494,7 +494,6 @@ impl Cuda {
     }
 
     /// As [`product_experts`](Self::product_experts), with inputs made on the way: input `i` of row `i` of `from`.
-    #[allow(dead_code, reason = "the next change calls it")]
     pub(crate) fn product_experts_of(&mut self, w: &CudaMatrix, from: Source, out: Out, to: &Assigned) -> Result<()> {
         let from = from.for_matrix(w);
         if to.rows > MAKES_ROWS {

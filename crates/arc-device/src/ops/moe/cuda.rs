@@ -37,9 +37,8 @@ pub(crate) fn ffn_in(
     assert!(ws.shared.len() >= rows * cfg.ffn, "units of {rows} rows");
     dev.counters.weight_bytes += 4 * w.gate.len() as u64;
     router::cuda::choose(dev, ws, h, w, cfg, rows)?;
-    dev.prepare_for(&w.shared_up, Source::of(h, cfg.hidden).rounded(cfg.inputs), rows)?;
     let out = Out { at: ws.shared.ptr(), stride: cfg.ffn, then: Then::ClampedSilu { limit: cfg.limit } };
-    dev.product(&w.shared_up, out, rows)
+    dev.product_of(&w.shared_up, Source::of(h, cfg.hidden).rounded(cfg.inputs), out, rows)
 }
 
 /// What [`crate::ops_v4::OpsV4::experts_up`] does.
@@ -52,9 +51,9 @@ pub(crate) fn up(
     rows: usize,
 ) -> Result<()> {
     assert!(ws.mid.len() >= rows * cfg.router.chosen * cfg.ffn, "units of {rows} rows");
-    dev.prepare_for(&w.up, Source::of(h, cfg.hidden).rounded(cfg.inputs), rows)?;
+    let from = Source::of(h, cfg.hidden).rounded(cfg.inputs);
     let out = Out { at: ws.mid.ptr(), stride: cfg.ffn, then: Then::ClampedSilu { limit: cfg.limit } };
-    dev.product_experts(&w.up, out, &Assigned { by_row: true, by_place: false, ..assigned(ws, cfg, rows) })
+    dev.product_experts_of(&w.up, from, out, &Assigned { by_row: true, by_place: false, ..assigned(ws, cfg, rows) })
 }
 
 /// What [`crate::ops_v4::OpsV4::experts_down`] does.
@@ -75,12 +74,15 @@ pub(crate) fn down(
     // Assignments of rows that are not live are nobody's: there may be fewer than rows * chosen.
     let count = ws.bounds.ptr() + 4 * cfg.router.experts as u64;
     let from = Source { count: Some(count), ..Source::of(&ws.mid, ffn).rounded(cfg.inputs) };
-    dev.prepare_for(&w.down, from, rows * chosen)?;
     let each = Out { at: products, stride: hidden, then: Then::Store };
-    dev.product_experts(&w.down, each, &Assigned { by_row: false, by_place: true, ..assigned(ws, cfg, rows) })?;
-    dev.prepare_for(&w.shared_down, Source::of(&ws.shared, ffn).rounded(cfg.inputs), rows)?;
+    dev.product_experts_of(
+        &w.down,
+        from,
+        each,
+        &Assigned { by_row: false, by_place: true, ..assigned(ws, cfg, rows) },
+    )?;
     let sum = Out { at: out.ptr(), stride: hidden, then: Then::Routed { products, chosen } };
-    dev.product(&w.shared_down, sum, rows)
+    dev.product_of(&w.shared_down, Source::of(&ws.shared, ffn).rounded(cfg.inputs), sum, rows)
 }
 
 fn assigned(ws: &ExpertWork<Cuda>, cfg: &ExpertConfig, rows: usize) -> Assigned {
