@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::{Result, bail};
 use arc::{
-    config::Config,
+    config::{Config, Device},
     open::{self, Sizes},
 };
 use arc_device::ops::sample::SamplerConfig;
@@ -91,7 +91,9 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
         sized.kv_tokens = arc::config::Auto::Value((longest.next_multiple_of(32)) * args.batch);
     }
     let threads = open::threads(config);
-    let roof = bandwidth::read_bytes_per_s(threads);
+    let on_cpu = config.device == Device::Cpu;
+    // What the processor can read says nothing of a GPU.
+    let roof = on_cpu.then(|| bandwidth::read_bytes_per_s(threads));
     // Token ids are all it takes, so that a model without a tokenizer can be measured too.
     let engine = &open::start_engine(&model, &sized, Sizes::slots(args.batch))?;
     let vocab = engine.limits().vocab;
@@ -116,11 +118,14 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
             "model": args.model,
             "architecture": model.config.arch(),
             "format": model.main_format(),
+            "device": if on_cpu { "cpu" } else { "cuda" },
             "cpu": bandwidth::cpu_name(),
-            "threads": threads,
             "batch": args.batch,
-            "read_bytes_per_s": roof,
         });
+        if let Some(roof) = roof {
+            body["threads"] = json!(threads);
+            body["read_bytes_per_s"] = json!(roof);
+        }
         if args.pp > 0 {
             body["prefill"] = json!({"tokens": args.pp, "tokens_per_s": prefill.json()});
         }
@@ -136,21 +141,23 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let plural = if threads == 1 { "" } else { "s" };
-    writeln!(out, "{}, {} on {}, {threads} thread{plural}", args.model, model.main_format(), bandwidth::cpu_name())?;
+    let place = if on_cpu {
+        format!("{}, {threads} thread{plural}", bandwidth::cpu_name())
+    } else {
+        format!("GPU {}", config.gpu)
+    };
+    writeln!(out, "{}, {} on {place}", args.model, model.main_format())?;
+    let of_roof = roof.map(|roof| format!("{:.1} GB/s that {threads} thread{plural} can read", roof / 1e9));
     if args.pp > 0 {
         writeln!(out, "prefill {:>5} x {:<3} {}", args.pp, args.batch, prefill.text())?;
     }
     if args.tg > 0 {
         writeln!(out, "decode  {:>5} x {:<3} {}", args.tg, args.batch, decode.text())?;
-        writeln!(
-            out,
-            "a step reads {:.1} MB: {:.1} GB/s of the {:.1} GB/s that {threads} thread{plural} can read",
-            bytes_per_step / 1e6,
-            bandwidth.median() / 1e9,
-            roof / 1e9
-        )?;
-    } else {
-        writeln!(out, "{threads} thread{plural} can read {:.1} GB/s", roof / 1e9)?;
+        let of_roof = of_roof.map_or_else(String::new, |roof| format!(" of the {roof}"));
+        let (bytes, rate) = (bytes_per_step / 1e6, bandwidth.median() / 1e9);
+        writeln!(out, "a step reads {bytes:.1} MB of weights and more: {rate:.1} GB/s{of_roof}")?;
+    } else if let Some(roof) = of_roof {
+        writeln!(out, "{roof}")?;
     }
     Ok(ExitCode::SUCCESS)
 }
