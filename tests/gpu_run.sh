@@ -7,7 +7,7 @@ set -uo pipefail
 cd "$(dirname "$0")"
 mkdir -p results
 fail=0
-row() { printf '%-28s %s\n' "$1" "$2" | tee -a results/table.txt; }
+row() { printf '%-40s %s\n' "$1" "$2" | tee -a results/table.txt; }
 : >results/table.txt
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | tee results/gpu.txt
@@ -19,23 +19,44 @@ row conformance "$(tail -1 results/conformance.txt)"
 grep ^FAIL results/conformance.txt
 
 bin/arc-conformance --require-gpu --perf "$@" >results/perf.txt 2>&1 || fail=1
-row perf "$(tail -1 results/perf.txt)"
+row "times of kernels" "$(tail -1 results/perf.txt)"
+
+# NAME, then arguments of arc bench.
+bench() {
+    local name=$1
+    shift
+    if ! bin/arc bench --device cuda --json "$@" >"results/$name.json" 2>"results/$name.log"; then
+        row "$name" "failed: $(tail -1 "results/$name.log")"
+        fail=1
+        return
+    fi
+    row "$name" "$(python3 -c '
+import json, sys
+report = json.load(open(sys.argv[1]))
+rate = lambda part: report[part]["tokens_per_s"]["median"]
+print(", ".join("%s %.0f tok/s" % (part, rate(part)) for part in ("prefill", "decode") if part in report))' \
+        "results/$name.json")"
+}
 
 for model in models/*.gguf; do
     [ -e "$model" ] || continue
     for batch in 1 8 64 256; do
-        for switch in "" "--sample-on host" "--capture off" "--device-loop off"; do
-            name="$(basename "$model" .gguf)-b$batch$(echo "$switch" | tr -d ' -')"
-            # shellcheck disable=SC2086
-            if bin/arc bench "$model" --device cuda --batch $batch --pp 128 --tg 256 --reps 3 $switch --json \
-                >"results/$name.json" 2>"results/$name.log"; then
-                row "$name" "$(python3 -c 'import json,sys; b=json.load(open(sys.argv[1])); print(b.get("summary", b))' \
-                    "results/$name.json" | cut -c1-160)"
-            else
-                row "$name" "failed: $(tail -1 "results/$name.log")"
-                fail=1
-            fi
-        done
+        name="$(basename "$model" .gguf)-b$batch"
+        bench "$name" "$model" --batch $batch --pp 128 --tg 256 --reps 3
+        bench "$name-host" "$model" --batch $batch --pp 128 --tg 256 --reps 3 --sample-on host
+        bench "$name-eager" "$model" --batch $batch --pp 128 --tg 256 --reps 3 --capture off
+        bench "$name-step" "$model" --batch $batch --pp 128 --tg 256 --reps 3 --device-loop off
     done
 done
+
+# 284 B parameters in 84 GB, made on the GPU.
+if [ "$(nvidia-smi --query-gpu=memory.free --format=csv,noheader,nounits | head -1)" -gt 100000 ]; then
+    flash="synthetic:deepseek-v4-flash --context 4096 --speculate off"
+    # shellcheck disable=SC2086
+    bench flash-b1 $flash --max-rows 4 --pp 32 --tg 256 --reps 3
+    # shellcheck disable=SC2086
+    bench flash-b8 $flash --max-rows 8 --batch 8 --pp 32 --tg 64 --reps 3
+    # shellcheck disable=SC2086
+    bench flash-prefill $flash --max-rows 512 --pp 1024 --tg 0 --reps 3
+fi
 exit $fail
