@@ -166,6 +166,8 @@ pub struct Cuda {
     /// Longest context of the step that is being enqueued.
     pub(crate) ctx: CtxClass,
     graphs: HashMap<StepKey, Recorded>,
+    /// Whether a sequence was ever admitted: warm-up is over.
+    serving: bool,
     options: CudaOptions,
     pub(crate) counters: Counters,
     memory: MemoryTable,
@@ -195,6 +197,7 @@ impl Cuda {
             drafting: false,
             ctx: CtxClass::Long,
             graphs: HashMap::new(),
+            serving: false,
             options,
             counters: Counters::default(),
             memory: MemoryTable::default(),
@@ -486,6 +489,9 @@ impl Steps for Cuda {
         self.check_key(key)?;
         if self.options.capture {
             if !self.graphs.contains_key(&key) {
+                if self.serving {
+                    tracing::warn!(%key, "a step that warm-up missed is recorded now");
+                }
                 self.record(key, body)?;
             }
             let recorded = &self.graphs[&key];
@@ -507,6 +513,7 @@ impl Steps for Cuda {
 impl Landing for Cuda {
     fn stage(&mut self, delta: &StepDelta) -> Result<()> {
         self.enter()?;
+        self.serving |= !delta.admit.is_empty();
         let mut state = self.state.take().expect("`finish` made the state");
         let (view, applied) = (state.view(Part::Whole), state.applied());
         let done = state.stage(delta, |_, blob| {

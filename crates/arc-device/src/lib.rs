@@ -241,8 +241,8 @@ pub trait Ops: Buffers {
 
 /// Running steps of any model: eagerly, or recorded once and replayed.
 pub trait Steps: OpsV4 + Landing {
-    /// Runs the step of this key and returns its number, counted from 1. A recording device runs `body` at warm-up
-    /// only and replays afterwards; an unknown key is then an error, never a late recording.
+    /// Runs the step of this key and returns its number, counted from 1. A recording device runs `body` when it first
+    /// meets the key, which warm-up sees to, and replays afterwards. A key that warm-up missed is recorded late, and told.
     fn step(&mut self, key: StepKey, body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<u64>;
 }
 

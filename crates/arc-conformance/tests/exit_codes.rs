@@ -1,0 +1,26 @@
+//! A run without a GPU says so, and does not pass where one was required.
+
+use std::process::{Command, Output};
+
+fn run(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_arc-conformance")).args(args).output().expect("the program starts")
+}
+
+#[test]
+fn without_a_gpu_nothing_passes_that_requires_one() {
+    let (asked, required) = (run(&["no such case"]), run(&["--require-gpu", "no such case"]));
+    let said = String::from_utf8_lossy(&required.stderr).into_owned();
+    assert_eq!(asked.status.code(), Some(0), "{asked:?}");
+    match required.status.code() {
+        Some(0) => assert!(String::from_utf8_lossy(&required.stdout).contains("0 passed"), "{required:?}"),
+        Some(2) => assert!(said.contains("skipped: every case, since no cuda device: "), "{said}"),
+        code => panic!("{code:?}: {required:?}"),
+    }
+}
+
+#[test]
+fn a_wrong_option_is_told() {
+    let output = run(&["--requires-gpu"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("unknown option --requires-gpu"), "{output:?}");
+}
