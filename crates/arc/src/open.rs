@@ -106,6 +106,9 @@ pub enum OpenError {
         /// What was asked for.
         asked: &'static str,
     },
+    /// A number of drafts on a device that makes none.
+    #[error("the CUDA device does not speculate yet; set --speculate to auto or off")]
+    Speculate,
     /// The engine did not start.
     #[error("{0}")]
     Start(String),
@@ -287,6 +290,9 @@ fn cuda_options(config: &Config) -> CudaOptions {
 
 /// Loads a described model and starts its engine, for tokens in and tokens out.
 pub fn start_engine(described: &Described, config: &Config, sizes: Sizes) -> Result<EngineHandle, OpenError> {
+    if config.device == Device::Cuda && matches!(config.speculate, AutoOff::Value(_)) {
+        return Err(OpenError::Speculate);
+    }
     let limits = described.limits(config, sizes)?;
     let vocab = u32::try_from(described.config.shape().vocab).unwrap_or(u32::MAX);
     let (file, model, set_up) = (described.file.clone(), described.to_load(config), engine_config(config, &limits));
