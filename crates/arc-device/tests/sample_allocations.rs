@@ -1,33 +1,13 @@
 //! A row is drawn without touching the heap, whatever its parameters.
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicU64, Ordering};
-
+use arc_device::count::heap::{CountingAlloc, allocs_on_this_thread};
 use arc_device::ops::sample::dry::DryTable;
 use arc_device::ops::sample::seen::SeenTokens;
 use arc_device::ops::sample::{DryConfig, DryInputs, RowInputs, SamplerConfig, SamplerParams, Scratch};
 use arc_device::ops::sample::{logprobs_row, sample_row};
 
-struct Counting;
-
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-
-// SAFETY: every call is passed on to the system allocator unchanged.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's contract is the system allocator's.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: as above.
-        unsafe { System.dealloc(ptr, layout) }
-    }
-}
-
 #[global_allocator]
-static COUNTING: Counting = Counting;
+static COUNTING: CountingAlloc = CountingAlloc;
 
 #[test]
 fn rows_do_not_allocate() {
@@ -53,7 +33,7 @@ fn rows_do_not_allocate() {
     let everything = SamplerParams::new(&config);
     let greedy = SamplerParams::new(&SamplerConfig { temperature: 0.0, ..SamplerConfig::default() });
 
-    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    let before = allocs_on_this_thread();
     assert!(before > 0, "nothing is counted");
     for draw_index in 0..100 {
         let row = RowInputs {
@@ -70,5 +50,5 @@ fn rows_do_not_allocate() {
         sample_row(&logits, &greedy, &RowInputs::default(), draw_index, &mut scratch).token.expect("finite logits");
         logprobs_row(&logits, token, 20, &mut scratch).expect("finite logits");
     }
-    assert_eq!(ALLOCATIONS.load(Ordering::Relaxed) - before, 0);
+    assert_eq!(allocs_on_this_thread() - before, 0);
 }
