@@ -157,7 +157,7 @@ fn expensive_files_are_refused_cheaply() {
                 format!(r#"{{"__metadata__":{{{}"a":1}}}}"#, r#""":"","#.repeat((16 << 20) / 6 - 20)),
                 &[],
             ),
-            "expected a string",
+            "more than 65536 entries of __metadata__",
         ),
         ("index.json", format!(r#"{{"weight_map":{{{listed}}}}}"#).into_bytes(), "more than 262144 tensors"),
         ("long index.json", vec![b' '; (20 << 20) + 1], "above the limit"),

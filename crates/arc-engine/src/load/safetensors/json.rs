@@ -15,6 +15,8 @@ use crate::load::weights::{MAX_NAME, MAX_TENSORS, Shape};
 const MAX_LISTED: usize = 1 << 18;
 /// The most shards.
 const MAX_SHARDS: usize = 1_000;
+/// The most entries of `__metadata__`.
+const MAX_METADATA: usize = 1 << 16;
 /// The longest string, in bytes as written.
 const MAX_STRING: usize = 1 << 20;
 
@@ -181,7 +183,11 @@ struct StringMap;
 
 impl<'de> Deserialize<'de> for StringMap {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let pair = |_, AnyString| Ok(());
+        let mut n = 0;
+        let pair = |_, AnyString| {
+            n += 1;
+            if n > MAX_METADATA { Err(format!("more than {MAX_METADATA} entries of __metadata__")) } else { Ok(()) }
+        };
         deserializer.deserialize_map(EachPair { skipped: None, pair, value: PhantomData })?;
         Ok(Self)
     }
