@@ -1,4 +1,4 @@
-// The three kernels around a model's stages: changes from the host, the step's beginning, its end.
+// The kernels around a model's stages: changes from the host, the step's beginning, drafts, its end.
 #include "pdl.cuh"
 #include "step.cuh"
 

@@ -353,8 +353,6 @@ pub(crate) struct Workspace {
     inputs: Option<InputBuffers>,
     /// What the product that is being launched makes its inputs of.
     making: Option<Source>,
-    /// Whether the product that is being launched is late.
-    late: bool,
     /// A product that is normed before it joins the residual, `[rows, hidden]`.
     product: Option<CudaBuf<f32>>,
 }
@@ -392,7 +390,6 @@ impl Workspace {
             max_cols,
             inputs: Some(inputs),
             making: None,
-            late: false,
             product: Some(dev.take("activations", class, product)?),
         })
     }
@@ -462,16 +459,6 @@ impl Cuda {
             parts = &parts[n..];
         }
         Ok(())
-    }
-
-    /// As [`product_of`](Self::product_of), and the kernel behind it begins only when those before it have ended: it may
-    /// read what they wrote without waiting for the product.
-    #[allow(dead_code, reason = "for a router that runs beside the shared expert")]
-    pub(crate) fn product_of_late(&mut self, w: &CudaMatrix, from: Source, out: Out, rows: usize) -> Result<()> {
-        self.matmul.late = true;
-        let done = self.product_of(w, from, out, rows);
-        self.matmul.late = false;
-        done
     }
 
     /// Every part meets rows of its own: row `r` of part `p` is input `r * x_row + p * x_part`, and its outputs are
@@ -591,7 +578,7 @@ impl Cuda {
             norm_at: 0,
             partials_at: 0,
             ring_at: 0,
-            late: u32::from(self.matmul.late),
+            late: 0,
         };
         if let Then::Routed { .. } = out.then {
             product.infos = self.view().infos();

@@ -143,6 +143,7 @@ pub(crate) struct Product {
     pub norm_at: u32,
     pub partials_at: u32,
     pub ring_at: u32,
+    /// 0: the kernel behind may begin at once. Kernels read it; no stage asks for anything else.
     pub late: u32,
 }
 const _: () = assert!(size_of::<Product>() == 392);
