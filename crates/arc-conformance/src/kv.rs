@@ -119,6 +119,8 @@ fn run<D: Ops + Alloc + Landing + Readback + Steps>(dev: &mut D, case: &Case) ->
     // What no sequence has written yet must not be seen.
     let (mut k, mut v) = (vec![0x7e00u16; len], vec![0x7e00u16; len]);
     for init in &staged.admit {
+        // A sequence has the same rows whoever else is there.
+        let mut rng = Rng(100 + u64::from(init.slot));
         for p in 0..init.pos as usize {
             let tile = init.blocks[p / BLOCK_TOKENS] as usize * att.n_kv_heads;
             for head in 0..att.n_kv_heads {

@@ -13,6 +13,7 @@ pub mod images;
 mod stages;
 mod stages_v4;
 mod state;
+mod trace;
 mod upload;
 
 use std::collections::HashMap;
@@ -174,6 +175,7 @@ pub struct Cuda {
     current: Option<ThreadId>,
     /// Launches are followed by a wait, so that an error names the kernel that caused it.
     blame: bool,
+    trace: Option<trace::Trace>,
     /// Pinned memory of uploads, until `finish`.
     chute: Option<upload::Chute>,
     pub(crate) matmul: crate::ops::matmul::cuda::Workspace,
@@ -203,6 +205,7 @@ impl Cuda {
             memory: MemoryTable::default(),
             current: None,
             blame: std::env::var_os("ARC_CUDA_BLAME").is_some(),
+            trace: None,
             chute: None,
             matmul: crate::ops::matmul::cuda::Workspace::default(),
             kv: crate::ops::kv::cuda::Workspace::default(),
@@ -269,6 +272,9 @@ impl Cuda {
             };
         }
         self.counters.launches += 1;
+        if let Some(trace) = &mut self.trace {
+            trace.launch(kernel, grid, self.counters.weight_bytes);
+        }
         self.driver.launch(kernel, grid, &mut pointers[..args.len()], overlap)?;
         if self.blame {
             self.counters.syncs += 1;
@@ -372,7 +378,13 @@ impl Cuda {
     fn record(&mut self, key: StepKey, body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<()> {
         let before = self.counters;
         self.driver.begin_capture()?;
+        if let Some(trace) = &mut self.trace {
+            trace.begin_record();
+        }
         let done = self.enqueue(key, body);
+        if let Some(trace) = &mut self.trace {
+            trace.end_record(key);
+        }
         let graph = self.driver.end_capture();
         // What was recorded was not launched.
         let weight_bytes = (self.counters - before).weight_bytes;
@@ -479,6 +491,10 @@ impl Alloc for Cuda {
         self.latent = crate::ops::latent::cuda::Workspace::new(self, shape)?;
         self.latent.mutant = mutant;
         self.driver.synchronize("load")?;
+        if let Some(to) = std::env::var_os("ARC_CUDA_TRACE") {
+            let at = self.take::<u8>("times of kernels", MemoryClass::Workspace, trace::Trace::BYTES)?;
+            self.trace = Some(trace::Trace::new(to.into(), &self.driver, at)?);
+        }
         Ok(())
     }
 }
@@ -497,6 +513,9 @@ impl Steps for Cuda {
             let recorded = &self.graphs[&key];
             self.counters.graph_launches += 1;
             self.counters.weight_bytes += recorded.weight_bytes;
+            if let Some(trace) = &mut self.trace {
+                trace.replay(key, self.counters.weight_bytes);
+            }
             self.driver.replay(&recorded.graph)?;
         } else {
             self.enqueue(key, body)?;
@@ -615,6 +634,9 @@ impl Readback for Cuda {
 impl Drop for Cuda {
     fn drop(&mut self) {
         let _ = self.driver.make_current();
+        if let Some(trace) = self.trace.take() {
+            let _ = trace.write(&self.driver);
+        }
         for (_, recorded) in self.graphs.drain() {
             self.driver.destroy(recorded.graph);
         }

@@ -1,11 +1,33 @@
 // Programmatic dependent launch: a kernel may start while the one before it still runs.
 #pragma once
 
+#ifdef ARC_TRACE
+// Where kernels leave the times at which they begin, in the order in which they run: how many there are (u32), room for
+// them (u32), then nanoseconds. 0: nowhere. See cuda/trace.rs.
+extern "C" {
+__constant__ unsigned long long arc_trace;
+}
+#endif
+
 namespace arc {
+
+__device__ __forceinline__ void trace_begin() {
+#ifdef ARC_TRACE
+    if (arc_trace == 0 || (threadIdx.x | blockIdx.x | blockIdx.y | blockIdx.z) != 0) return;
+    unsigned* head = reinterpret_cast<unsigned*>(arc_trace);
+    const unsigned at = atomicAdd(head, 1u);
+    unsigned long long now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    if (at < head[1]) reinterpret_cast<unsigned long long*>(arc_trace)[1 + at] = now;
+#endif
+}
 
 // Waits until every kernel before this one has ended and what they wrote can be seen. Every thread calls it before it
 // touches what another kernel wrote or may still read; weights may be loaded before it.
-__device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void pdl_wait() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    trace_begin();
+}
 
 // Lets the next kernel start as soon as there is room for it. It still waits, in its own pdl_wait, for this one's end.
 __device__ __forceinline__ void pdl_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -226,6 +226,23 @@ impl Driver {
         Ok(())
     }
 
+    /// Sets a word that modules have under this name. How many have it.
+    pub fn set_global(&self, name: &CStr, word: u64) -> Result<usize> {
+        let mut found = 0;
+        for &module in &self.modules {
+            let (mut at, mut bytes) = (0, 0);
+            // SAFETY: a loaded module and a zero-terminated name; writes an address and a size.
+            match unsafe { sys::cuModuleGetGlobal_v2(&mut at, &mut bytes, module, name.as_ptr()) } {
+                CUresult::CUDA_ERROR_NOT_FOUND => continue,
+                code => check("cuModuleGetGlobal", "open", code)?,
+            }
+            assert_eq!(bytes, size_of::<u64>(), "a word");
+            self.copy_in(at, ptr::from_ref(&word).cast(), bytes, "open")?;
+            found += 1;
+        }
+        self.synchronize("open").map(|()| found)
+    }
+
     /// Makes the context current on the calling thread.
     pub fn make_current(&self) -> Result<()> {
         // SAFETY: the context is retained.

@@ -42,6 +42,7 @@ __device__ void admit(const StepView& v, const uint32_t* record) {
 // One block a record. `blob`: number, then for each record where it begins, in words; then the records.
 extern "C" __global__ void __launch_bounds__(256) step_apply(StepView v, const uint32_t* blob, uint64_t* applied,
                                                               uint64_t number) {
+    pdl_wait();
     if (blockIdx.x == 0 && threadIdx.x == 0) {
         // The copy that brought the blob has run: the host may write over where it came from.
         *reinterpret_cast<volatile uint64_t*>(applied) = number;
@@ -405,4 +406,7 @@ extern "C" __global__ void step_signal(uint64_t* at, uint64_t value) {
 }
 
 // For tests of faults: ends the context as an illegal access would.
-extern "C" __global__ void step_trap() { asm volatile("trap;"); }
+extern "C" __global__ void step_trap() {
+    pdl_wait();
+    asm volatile("trap;");
+}

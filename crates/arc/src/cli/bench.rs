@@ -16,7 +16,7 @@ use arc::{
 };
 use arc_device::ops::sample::SamplerConfig;
 use arc_engine::{
-    engine::EngineHandle,
+    engine::{EngineHandle, Shutdown},
     request::{Event, EventSink, FinishReason, Request},
 };
 use serde_json::{Value, json};
@@ -107,6 +107,8 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
             decodes.extend(decode);
         }
     }
+    // The device closes before the figures are told: it may have a table of its own to write.
+    engine.shutdown(Shutdown::Stop);
     let prefill = Series(prefills);
     let decode = Series(decodes.iter().map(|d| d.tokens_per_s).collect());
     let bandwidth = Series(decodes.iter().map(|d| d.bytes_per_s).collect());

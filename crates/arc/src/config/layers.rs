@@ -10,9 +10,17 @@ use std::{
 
 use super::{Config, SETTINGS, setting, suggestion};
 
-/// `ARC_*` names that are not settings: the configuration file, what tests need, and the build's list of architectures.
-const OTHER_ENV: [&str; 5] =
-    ["ARC_CONFIG", "ARC_CUDA_ARCHS", "ARC_TEST_MODELS", "ARC_TEST_PYTHON", "ARC_UPDATE_GOLDEN"];
+/// `ARC_*` names that are not settings: the configuration file, what the build and the CUDA device are told, and
+/// what tests need.
+const OTHER_ENV: [&str; 7] = [
+    "ARC_CONFIG",
+    "ARC_CUDA_ARCHS",
+    "ARC_CUDA_BLAME",
+    "ARC_CUDA_TRACE",
+    "ARC_TEST_MODELS",
+    "ARC_TEST_PYTHON",
+    "ARC_UPDATE_GOLDEN",
+];
 
 /// Largest configuration file in bytes; a real one has a few hundred.
 const FILE_MAX: u64 = 1 << 20;
