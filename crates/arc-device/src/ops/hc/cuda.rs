@@ -119,12 +119,17 @@ pub(crate) fn site(
     let (x, mixing, mix) = (streams.x.ptr(), streams.mixing.ptr(), site.mix.ptr());
     let (base, scale, weight) = (site.base.ptr(), site.scale.ptr(), norm.weight.ptr());
     let (n, width, iterations) = (rows as u32, dim as u32, cfg.iterations as u32);
+    dev.matmul.leave(h.ptr(), dim, rows, false, None);
     match Plan::of(cfg, rows) {
         Plan::Cluster => {
             dev.hc.pending = defer.then_some(Pending { mixing, rows: n, iterations, eps: cfg.eps });
+            let codes = dev.matmul.leave(h.ptr(), dim, rows, true, None);
             let grid = Grid::new(n * CLUSTER as u32, 32 * (WARPS + 1)).cluster(CLUSTER as u32);
             let args: &[Arg<'_>] = args![
                 h.ptr(),
+                codes.q,
+                codes.d,
+                codes.sums,
                 x,
                 mixing,
                 y,
@@ -211,6 +216,7 @@ pub(crate) fn head(
     let (x, mixing, mix) = (streams.x.ptr(), streams.mixing.ptr(), head.mix.ptr());
     let (base, scale) = (head.base.ptr(), head.scale.ptr());
     let (n, width) = (rows as u32, dim as u32);
+    dev.matmul.leave(out.ptr(), dim, rows, false, None);
     match Plan::of(cfg, rows) {
         Plan::Cluster => {
             let grid = Grid::new(n * CLUSTER as u32, 32 * (WARPS + 1)).cluster(CLUSTER as u32);

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../../pdl.cuh"
+#include "../matmul/quantise.cuh"
 #include "hc.cuh"
 
 using namespace arc;
@@ -51,6 +52,13 @@ __device__ __forceinline__ void pre_of(float (&pre)[kStreams], float value, floa
 #pragma unroll
     for (int k = 0; k < kStreams; ++k) pre[k] = __shfl_sync(kFullWarp, p, k);
 }
+
+// Where rows are left as int8 inputs of products: four values a word, a scale and sums a block of 32. Null: nowhere.
+struct Codes {
+    uint32_t* q;
+    float* d;
+    uint32_t* sums;
+};
 
 constexpr int kClusterBlocks = 16;
 constexpr int kClusterDim = kClusterBlocks / kStreams * kSumChunk;
@@ -104,7 +112,7 @@ __device__ __forceinline__ void send(float* local, uint64_t* bar, unsigned rank,
 //
 // PER_WARP: mixing rows a warp holds in registers, loaded before the wait. Site: 3 x 8; head: 1 x 4.
 template <int COUNT, int PER_WARP, bool SITE>
-__device__ __forceinline__ void by_cluster(float* out, float* streams, float* mixing_rows, const float* ys,
+__device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float* streams, float* mixing_rows, const float* ys,
                                            const float* mix, const float* base, const float* scale,
                                            const float* weight, unsigned incoming, unsigned iterations, float eps,
                                            float norm_eps, float out_eps, unsigned defer) {
@@ -201,24 +209,34 @@ __device__ __forceinline__ void by_cluster(float* out, float* streams, float* mi
 #pragma unroll
         for (int i = 0; i < kStreams; ++i) total = __fadd_rn(total, squares[i]);
         const float factor = norm_factor(total, (float)dim, out_eps);
-        *to = mul4(mul4(y, make_float4(factor, factor, factor, factor)), norm_weight);
+        const float4 normed = mul4(mul4(y, make_float4(factor, factor, factor, factor)), norm_weight);
+        *to = normed;
+        // Products that follow read it as int8.
+        if (codes.q != nullptr) {
+            const float v[1][4] = {{normed.x, normed.y, normed.z, normed.w}};
+            Quantised left[1];
+            quantise(v, left);
+            const size_t at = (row * dim + column) / 4;
+            codes.q[at] = left[0].q;
+            if (lane % 8 == 0) codes.d[at / 8] = left[0].d, codes.sums[at / 8] = left[0].sums;
+        }
     }
 }
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    arc_hc_site_cluster(float* h, float* streams, float* mixing, const float* y, const float* mix, const float* base,
+    arc_hc_site_cluster(float* h, uint32_t* q, float* d, uint32_t* sums, float* streams, float* mixing, const float* y, const float* mix, const float* base,
                         const float* scale, const float* weight, unsigned incoming, unsigned iterations, float eps,
                         float norm_eps, float out_eps, unsigned defer) {
-    by_cluster<kMixes, 3, true>(h, streams, mixing, y, mix, base, scale, weight, incoming, iterations, eps, norm_eps,
+    by_cluster<kMixes, 3, true>(h, Codes{q, d, sums}, streams, mixing, y, mix, base, scale, weight, incoming, iterations, eps, norm_eps,
                                 out_eps, defer);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     arc_hc_head_cluster(float* out, float* streams, float* mixing, const float* y, const float* mix, const float* base,
                         const float* scale, float eps, float norm_eps) {
-    by_cluster<kStreams, 1, false>(out, streams, mixing, y, mix, base, scale, nullptr, kOutput, 1, eps, norm_eps, 0.0f, 0);
+    by_cluster<kStreams, 1, false>(out, Codes{}, streams, mixing, y, mix, base, scale, nullptr, kOutput, 1, eps, norm_eps, 0.0f, 0);
 }
 
 // ---- what a site put off ----

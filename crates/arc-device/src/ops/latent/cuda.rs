@@ -260,22 +260,10 @@ impl Cuda {
         rows: usize,
     ) -> Result<()> {
         let source = Source::of(h, w.low.cols);
-        let low = stored(&ws.low, &w.low);
-        let Some(pool) = &w.pool else {
-            return self.product_of(&w.low, source.rounded(layer.inputs), low, rows);
-        };
+        self.product_of(&w.low, source.rounded(layer.inputs), stored(&ws.low, &w.low), rows)?;
+        let Some(pool) = &w.pool else { return Ok(()) };
         // Compressors and index weights read what is not rounded.
-        let shared = rounding(layer.inputs, &w.low) == Inputs::F32;
-        if shared {
-            self.prepare_both(&w.low, &pool.matrix, source, rows)?;
-        } else {
-            self.prepare_for(&w.low, source.rounded(layer.inputs), rows)?;
-        }
-        self.product(&w.low, low, rows)?;
-        if !shared {
-            self.prepare_for(&pool.matrix, source, rows)?;
-        }
-        self.product(&pool.matrix, stored(&ws.pool, &pool.matrix), rows)
+        self.product_of(&pool.matrix, source, stored(&ws.pool, &pool.matrix), rows)
     }
 
     /// The stage `attn_q_kv`.
@@ -364,9 +352,9 @@ impl Cuda {
         // The released kernels do not round what this one reads.
         let inputs = if layer.inputs == Inputs::Fp8 { Inputs::F32 } else { layer.inputs };
         let source = Source { x: turned, ..Source::of(&ws.out, cols) }.rounded(inputs);
-        self.prepare_for(&w.out_a, source, rows * att.groups)?;
         let out = Out { at: ws.grouped.ptr(), stride: att.groups * att.group_out, then: Then::Store };
-        self.product_parts(&w.out_a, out, rows, att.groups, 1)
+        let leave = rounding(layer.inputs, &w.out_b) == Inputs::F32 && !w.out_b.reads().floats;
+        self.product_parts(&w.out_a, source, out, rows, leave)
     }
 }
 

@@ -1,9 +1,11 @@
 //! Products on the GPU.
 //!
 //! [`Cuda::prepare`] makes inputs of rows of f32 (norm, rounding, int8), [`Cuda::product`] reads them. Inputs stay until
-//! the next `prepare`, so several products can read the same. [`Cuda::product_of`] is both, and one launch for few rows.
+//! the next `prepare`, so several products can read the same. [`Cuda::product_of`] is both, and one launch for few rows,
+//! whose inputs the kernel before may have left already ([`Workspace::leave`]).
 //! What happens to an output on its way to memory is [`Then`].
 
+mod experts;
 mod plan;
 
 use std::ops::Range;
@@ -16,6 +18,7 @@ use crate::ops::matmul::{Bytes, MatrixSource};
 use crate::ops::quant::Inputs;
 use crate::ops::synthetic;
 use crate::{MemoryClass, ModelShape, Norm};
+use experts::Experts;
 use plan::{Cut, Embed, MAKES_ROWS, MAX_SEGS, Prepare, Product, Seg};
 
 /// Kernels over few rows, by format in the order of the enum and by rows (1, 2, 4, 8).
@@ -37,6 +40,27 @@ const GEMV: [[Kernel; 4]; 16] = [
     [kernel!("arc_matmul_gemv_iq2_xxs_1"), kernel!("arc_matmul_gemv_iq2_xxs_2"), kernel!("arc_matmul_gemv_iq2_xxs_4"), kernel!("arc_matmul_gemv_iq2_xxs_8")],
     [kernel!("arc_matmul_gemv_mxfp4_1"), kernel!("arc_matmul_gemv_mxfp4_2"), kernel!("arc_matmul_gemv_mxfp4_4"), kernel!("arc_matmul_gemv_mxfp4_8")],
     [kernel!("arc_matmul_gemv_fp8_1"), kernel!("arc_matmul_gemv_fp8_2"), kernel!("arc_matmul_gemv_fp8_4"), kernel!("arc_matmul_gemv_fp8_8")],
+];
+
+/// Kernels of routed experts over few rows, by format: gated units, and sums.
+#[rustfmt::skip]
+const EXPERTS: [Option<[Kernel; 2]>; 16] = [
+    None,
+    None,
+    None,
+    Some([kernel!("arc_matmul_experts_up_q8_0"), kernel!("arc_matmul_experts_down_q8_0")]),
+    Some([kernel!("arc_matmul_experts_up_q4_0"), kernel!("arc_matmul_experts_down_q4_0")]),
+    Some([kernel!("arc_matmul_experts_up_q4_1"), kernel!("arc_matmul_experts_down_q4_1")]),
+    Some([kernel!("arc_matmul_experts_up_q5_0"), kernel!("arc_matmul_experts_down_q5_0")]),
+    Some([kernel!("arc_matmul_experts_up_q5_1"), kernel!("arc_matmul_experts_down_q5_1")]),
+    Some([kernel!("arc_matmul_experts_up_q2_k"), kernel!("arc_matmul_experts_down_q2_k")]),
+    Some([kernel!("arc_matmul_experts_up_q3_k"), kernel!("arc_matmul_experts_down_q3_k")]),
+    Some([kernel!("arc_matmul_experts_up_q4_k"), kernel!("arc_matmul_experts_down_q4_k")]),
+    Some([kernel!("arc_matmul_experts_up_q5_k"), kernel!("arc_matmul_experts_down_q5_k")]),
+    Some([kernel!("arc_matmul_experts_up_q6_k"), kernel!("arc_matmul_experts_down_q6_k")]),
+    Some([kernel!("arc_matmul_experts_up_iq2_xxs"), kernel!("arc_matmul_experts_down_iq2_xxs")]),
+    Some([kernel!("arc_matmul_experts_up_mxfp4"), kernel!("arc_matmul_experts_down_mxfp4")]),
+    None,
 ];
 
 /// Kernels over many rows of integer-coded weights, by format: in blocks of 16 and of 64 rows.
@@ -70,8 +94,8 @@ const FMA: [(Format, Kernel); 4] = [
 const BLOCK_ROWS: [usize; 2] = [16, 64];
 /// Outputs that such a block computes.
 const BLOCK_OUTPUTS: usize = 128;
-/// From so many rows on, a block takes weights and rows a slice at a time.
-const MANY_ROWS: usize = 9;
+/// Rows up to which weights meet whole rows; of more, a block takes weights and rows a slice at a time.
+pub(crate) const FEW_ROWS: usize = 8;
 
 /// Bytes of a piece of a matrix on its way to the device.
 const PIECE: usize = 32 << 20;
@@ -327,6 +351,8 @@ pub(crate) struct Assigned {
     pub order: u64,
     /// Address of `[experts + 1]` u32.
     pub bounds: u64,
+    /// Address of `[rows, chosen]` u32.
+    pub ids: u64,
     /// Address of `[rows, chosen]` f32.
     pub weights: u64,
     /// Experts in all.
@@ -341,6 +367,19 @@ pub(crate) struct Assigned {
     pub by_place: bool,
 }
 
+/// Gated units of experts, and who reads them.
+pub(crate) struct Units<'a> {
+    /// The clamp.
+    pub limit: f32,
+    /// Address of `[assignments, units]` f32, in the order of assignments.
+    pub mid: u64,
+    /// Address of room for `[rows * chosen, units]` f32, by row and place.
+    pub by_assignment: u64,
+    /// The matrix that reads them, and how they are rounded for it.
+    pub down: &'a CudaMatrix,
+    pub next: Source,
+}
+
 /// Memory that products need beside their operands.
 #[derive(Default)]
 pub(crate) struct Workspace {
@@ -350,14 +389,34 @@ pub(crate) struct Workspace {
     pub gathered: Option<CudaBuf<f32>>,
     /// Widest matrix so far.
     max_cols: usize,
-    inputs: Option<InputBuffers>,
-    /// What the product that is being launched makes its inputs of.
-    making: Option<Source>,
+    inputs: Option<[InputBuffers; 2]>,
+    /// Inputs that the kernel which left the rows has made of them too.
+    ready: Option<Ready>,
+    /// The address of the last gated units of few rows' experts, and where they are as int8, by row and place.
+    units: Option<(u64, Codes)>,
     /// A product that is normed before it joins the residual, `[rows, hidden]`.
     product: Option<CudaBuf<f32>>,
 }
 
-/// Inputs of products, for the largest step and the widest row.
+/// Rows of f32 that are there as int8 too, in one of the two [`InputBuffers`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Ready {
+    x: u64,
+    cols: usize,
+    rows: usize,
+    which: usize,
+}
+
+/// Where int8 inputs stand: values, scales, sums of the halves of blocks. Null where nobody wants them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Codes {
+    pub q: u64,
+    pub d: u64,
+    pub sums: u64,
+}
+
+/// Inputs of products: of the largest step and the widest row, and of few rows, so that a kernel can make the inputs of
+/// the next product while it reads its own.
 struct InputBuffers {
     /// `[rows, cols]`.
     q: CudaBuf<i8>,
@@ -377,26 +436,63 @@ impl Workspace {
         let max_cols = dev.matmul.max_cols;
         // Experts' second matrices read the assignments' inputs and, apart from them, the shared expert's.
         let cols = max_cols.max(shape.gathered).next_multiple_of(32);
-        let inputs = InputBuffers {
-            q: dev.take("activations", class, rows * cols)?,
-            d: dev.take("activations", class, rows * cols / 32)?,
-            sums: dev.take("activations", class, rows * cols / 32)?,
-            floats: dev.take("activations", class, rows * cols)?,
+        let mut inputs = |rows: usize| -> Result<InputBuffers> {
+            Ok(InputBuffers {
+                q: dev.take("activations", class, rows * cols)?,
+                d: dev.take("activations", class, rows * cols / 32)?,
+                sums: dev.take("activations", class, rows * cols / 32)?,
+                floats: dev.take("activations", class, rows * cols)?,
+            })
         };
+        let inputs = [inputs(rows)?, inputs(rows.min(FEW_ROWS))?];
         let product = if shape.post_norms { rows * shape.hidden } else { 0 };
         Ok(Workspace {
             logits: None,
             gathered: Some(dev.take("logits for the host", class, dev.limits.heads * shape.vocab)?),
             max_cols,
             inputs: Some(inputs),
-            making: None,
+            ready: None,
+            units: None,
             product: Some(dev.take("activations", class, product)?),
         })
     }
 
-    fn inputs(&self) -> &InputBuffers {
-        self.inputs.as_ref().expect("`finish` made it")
+    fn inputs(&self, which: usize) -> &InputBuffers {
+        &self.inputs.as_ref().expect("`finish` made it")[which]
     }
+
+    fn codes(&self, which: usize) -> Codes {
+        let InputBuffers { q, d, sums, .. } = self.inputs(which);
+        Codes { q: q.ptr(), d: d.ptr(), sums: sums.ptr() }
+    }
+
+    /// Where a kernel that writes rows of f32 at `x` leaves them as int8 too, for products that follow. `wanted`: whether
+    /// it does; every kernel that writes rows which products read unrounded has to say so, since what is known of `x`
+    /// would be of the rows before.
+    /// `read`: the buffers that it reads itself.
+    pub(crate) fn leave(&mut self, x: u64, cols: usize, rows: usize, wanted: bool, read: Option<usize>) -> Codes {
+        let which = read.map_or(0, |read| 1 - read);
+        let wanted = wanted && rows <= FEW_ROWS && cols.is_multiple_of(32);
+        self.ready = wanted.then_some(Ready { x, cols, rows, which });
+        if wanted { self.codes(which) } else { Codes::default() }
+    }
+
+    /// Which buffers have the int8 inputs that `from` says.
+    fn ready(&self, from: &Source, rows: usize) -> Option<usize> {
+        let as_it_is = from.norm.is_none() && from.map.is_none() && from.inputs == Inputs::F32 && from.stride == from.cols;
+        let ready = self.ready.filter(|ready| as_it_is && ready.x == from.x && ready.cols == from.cols)?;
+        (rows <= ready.rows).then_some(ready.which)
+    }
+}
+
+/// Where a product finds its inputs.
+#[derive(Clone, Copy)]
+struct Given {
+    codes: Codes,
+    /// Address of `[rows, cols]` f32.
+    floats: u64,
+    /// What the kernel makes them of by itself.
+    making: Option<Source>,
 }
 
 impl Cuda {
@@ -405,7 +501,8 @@ impl Cuda {
         if rows == 0 {
             return Ok(());
         }
-        let inputs = self.matmul.inputs();
+        self.matmul.ready = None;
+        let inputs = self.matmul.inputs(0);
         assert!(rows * from.cols <= inputs.floats.len(), "{rows} inputs of {} values", from.cols);
         let wanted = |want: bool, at: u64| if want { at } else { 0 };
         let args = Prepare {
@@ -425,82 +522,95 @@ impl Cuda {
         self.prepare(w.reads(), from.for_matrix(w), rows)
     }
 
-    /// `out[r] = then(w * from[r])`: inputs are made on the way, by the product's own kernel where that is faster. What
-    /// `from` names must not be what `out` names.
-    pub(crate) fn product_of(&mut self, w: &CudaMatrix, from: Source, out: Out, rows: usize) -> Result<()> {
-        let from = from.for_matrix(w);
-        let fits = from.norm.is_none() || w.cols <= MAKES_COLS;
-        if rows > MAKES_ROWS || !fits {
-            self.prepare(w.reads(), from, rows)?;
-            return self.product(w, out, rows);
-        }
-        self.matmul.making = Some(from);
-        let done = self.product(w, out, rows);
-        self.matmul.making = None;
-        done
+    /// What the last [`prepare`](Self::prepare) left.
+    fn prepared(&self) -> Given {
+        Given { codes: self.matmul.codes(0), floats: self.matmul.inputs(0).floats.ptr(), making: None }
     }
 
-    /// `out[r] = then(w * input r)` for `rows` inputs.
+    /// Inputs of a product with `w`: those that are there, or that its own kernel makes of few rows, or that a kernel of
+    /// their own makes.
+    fn given(&mut self, w: &CudaMatrix, from: Source, rows: usize) -> Result<Given> {
+        let (from, reads) = (from.for_matrix(w), w.reads());
+        let mut given = self.prepared();
+        let as_it_is = from.norm.is_none() && from.map.is_none() && from.inputs == Inputs::F32 && from.stride == from.cols;
+        let ready = self.matmul.ready(&from, rows);
+        if (!reads.floats || as_it_is) && (!reads.codes || ready.is_some()) {
+            given.floats = from.x;
+            given.codes = ready.map_or(given.codes, |which| self.matmul.codes(which));
+        } else if rows <= MAKES_ROWS && (from.norm.is_none() || w.cols <= MAKES_COLS) {
+            given.making = Some(from);
+        } else {
+            self.prepare(reads, from, rows)?;
+        }
+        Ok(given)
+    }
+
+    /// `out[r] = then(w * from[r])`. What `from` names must not be what `out` names.
+    pub(crate) fn product_of(&mut self, w: &CudaMatrix, from: Source, out: Out, rows: usize) -> Result<()> {
+        let given = self.given(w, from, rows)?;
+        self.product_given(w, given, out, rows)
+    }
+
+    /// `out[r] = then(w * input r)` for `rows` inputs of the last [`prepare`](Self::prepare).
     pub(crate) fn product(&mut self, w: &CudaMatrix, out: Out, rows: usize) -> Result<()> {
+        self.product_given(w, self.prepared(), out, rows)
+    }
+
+    fn product_given(&mut self, w: &CudaMatrix, given: Given, out: Out, rows: usize) -> Result<()> {
         self.counters.weight_bytes += w.bytes() as u64;
         if matches!(out.then, Then::Glu(_) | Then::ClampedSilu { .. }) {
             assert_eq!(w.parts.len(), 2, "parts of a gated matrix");
             assert_eq!(w.parts[0].rows, w.parts[1].rows, "rows of the parts of a gated matrix");
-            return self.launch_product(w, &w.parts, out, rows, |product| {
+            return self.launch_product(w, &w.parts, given, out, rows, |product| {
                 product.pair = 1;
                 product.groups = w.cut.groups(w.parts[0].rows) as u32;
+                // Behind a shared expert come the others, which read what the gate chose before their own wait.
+                product.late = u32::from(matches!(out.then, Then::ClampedSilu { .. }));
             });
         }
         // One launch takes parts of one format, and few of them.
         let mut parts = &w.parts[..];
         while let Some(first) = parts.first() {
             let n = parts.iter().take(MAX_SEGS).take_while(|part| part.format == first.format).count();
-            self.launch_product(w, &parts[..n], out, rows, |_| {})?;
+            self.launch_product(w, &parts[..n], given, out, rows, |_| {})?;
             parts = &parts[n..];
         }
         Ok(())
     }
 
-    /// Every part meets rows of its own: row `r` of part `p` is input `r * x_row + p * x_part`, and its outputs are
-    /// `out[r][p * part rows ..]`. Parts are alike.
-    pub(crate) fn product_parts(
-        &mut self,
-        w: &CudaMatrix,
-        out: Out,
-        rows: usize,
-        x_row: usize,
-        x_part: usize,
-    ) -> Result<()> {
+    /// Part `p` meets inputs of its own: of row `r` that is input `r * parts + p` of `from`, and the outputs are
+    /// `out[r][p * part rows ..]`. Parts are alike. `leave`: outputs are left as inputs of the next product too.
+    pub(crate) fn product_parts(&mut self, w: &CudaMatrix, from: Source, out: Out, rows: usize, leave: bool) -> Result<()> {
         self.counters.weight_bytes += w.bytes() as u64;
-        let stride = w.stride(1)?;
-        self.launch_product(w, &w.parts[..1], out, rows, |product| {
-            product.parts = w.parts.len() as u32;
+        let (stride, parts) = (w.stride(1)?, w.parts.len());
+        let which = match self.matmul.ready(&from.for_matrix(w), rows * parts) {
+            Some(which) if !w.reads().floats => which,
+            _ => {
+                self.prepare_for(w, from, rows * parts)?;
+                0
+            }
+        };
+        let given = Given { codes: self.matmul.codes(which), ..self.prepared() };
+        let part_rows = w.parts[0].rows;
+        let leave = leave && part_rows.is_multiple_of(32) && out.stride == parts * part_rows;
+        let left = self.matmul.leave(out.at, out.stride, rows, leave, Some(which));
+        self.launch_product(w, &w.parts[..1], given, out, rows, |product| {
+            product.parts = parts as u32;
             product.part_bytes = stride;
-            (product.x_row, product.x_part) = (x_row as u32, x_part as u32);
+            (product.x_row, product.x_part) = (parts as u32, 1);
+            (product.out_q, product.out_d, product.out_sums) = (left.q, left.d, left.sums);
         })
     }
 
-    /// As [`product_experts`](Self::product_experts), with inputs made on the way: input `i` of row `i` of `from`.
-    pub(crate) fn product_experts_of(&mut self, w: &CudaMatrix, from: Source, out: Out, to: &Assigned) -> Result<()> {
-        let from = from.for_matrix(w);
-        if to.rows > MAKES_ROWS {
-            self.prepare(w.reads(), from, if to.by_row { to.rows } else { to.rows * to.chosen })?;
-            return self.product_experts(w, out, to);
-        }
-        self.matmul.making = Some(from);
-        let done = self.product_experts(w, out, to);
-        self.matmul.making = None;
-        done
-    }
-
-    /// Every expert meets the rows that are assigned to it. With [`Then::ClampedSilu`] an expert is two parts, gate and up.
+    /// Every expert meets the rows that are assigned to it, of the last [`prepare`](Self::prepare). With
+    /// [`Then::ClampedSilu`] an expert is two parts, gate and up.
     pub(crate) fn product_experts(&mut self, w: &CudaMatrix, out: Out, to: &Assigned) -> Result<()> {
         let per = if matches!(out.then, Then::ClampedSilu { .. }) { 2 } else { 1 };
         assert_eq!(w.parts.len(), per * to.experts, "parts of all experts");
         let stride = w.stride(per)?;
         let touched = to.experts.min(to.rows * to.chosen);
-        self.counters.weight_bytes += (w.bytes() / to.experts * touched) as u64;
-        self.launch_product(w, &w.parts[..per], out, to.rows, |product| {
+        self.counters.weight_bytes += self.touched(w, to);
+        self.launch_product(w, &w.parts[..per], self.prepared(), out, to.rows, |product| {
             product.pair = u32::from(per == 2);
             product.groups = w.cut.groups(w.parts[0].rows) as u32;
             product.parts = touched as u32;
@@ -519,6 +629,7 @@ impl Cuda {
         &mut self,
         w: &CudaMatrix,
         parts: &[Part],
+        given: Given,
         out: Out,
         rows: usize,
         set: impl FnOnce(&mut Product),
@@ -526,7 +637,6 @@ impl Cuda {
         if rows == 0 || parts.iter().all(|part| part.rows == 0) {
             return Ok(());
         }
-        let inputs = self.matmul.inputs();
         let (segs, groups) = w.segs(parts);
         let float = parts[0].format.coding() == Coding::Float;
         let (epilogue, aux, scalar) = match out.then {
@@ -549,10 +659,10 @@ impl Cuda {
             stages: 0,
             stage_bytes: 0,
             rows: rows as u32,
-            q: if float { 0 } else { inputs.q.ptr() },
-            d: inputs.d.ptr(),
-            sums: inputs.sums.ptr(),
-            floats: if float { inputs.floats.ptr() } else { 0 },
+            q: if float { 0 } else { given.codes.q },
+            d: given.codes.d,
+            sums: given.codes.sums,
+            floats: if float { given.floats } else { 0 },
             out: out.at,
             out_stride: out.stride as u32,
             epilogue,
@@ -569,6 +679,9 @@ impl Cuda {
             scatter: 0,
             experts: 0,
             infos: 0,
+            out_q: 0,
+            out_d: 0,
+            out_sums: 0,
             table_at: 0,
             q_at: 0,
             d_at: 0,
@@ -578,6 +691,7 @@ impl Cuda {
             norm_at: 0,
             partials_at: 0,
             ring_at: 0,
+            warps: 0,
             late: 0,
         };
         if let Then::Routed { .. } = out.then {
@@ -585,12 +699,11 @@ impl Cuda {
         }
         set(&mut product);
         let format = parts[0].format;
-        if rows >= MANY_ROWS {
+        if rows > FEW_ROWS || product.bounds != 0 {
             return self.launch_many(format, &product);
         }
-        let from = self.matmul.making;
-        let source = from.map_or(Prepare::default(), |from| from.prepare());
-        let normed = from.is_some_and(|from| from.norm.is_some());
+        let source = given.making.map_or(Prepare::default(), |from| from.prepare());
+        let normed = given.making.is_some_and(|from| from.norm.is_some());
         let mut taken = plan::rows_taken(rows);
         let shape = loop {
             let parts = (product.parts as usize).max(1);
@@ -601,10 +714,107 @@ impl Cuda {
             taken /= 2;
         };
         let kernel = GEMV[format as usize][taken.ilog2() as usize];
-        // Experts' rows beyond those that a kernel takes are further passes.
-        let y = if product.bounds != 0 { 1 } else { rows.div_ceil(taken) as u32 };
-        let grid = Grid::xy(shape.blocks, y, shape.threads).shared(shape.shared);
+        let grid = Grid::xy(shape.blocks, rows.div_ceil(taken) as u32, shape.threads).shared(shape.shared);
         self.launch(kernel, grid, &[Arg::of(&product), Arg::of(&source)])
+    }
+
+    /// Routed experts over few rows. `None` where their kernels cannot: float weights, or units that are not whole.
+    fn experts(&self, w: &CudaMatrix, to: &Assigned, per: usize) -> Result<Option<Experts>> {
+        let part = w.parts[0];
+        if to.rows > FEW_ROWS || EXPERTS[part.format as usize].is_none() || !Experts::fits(&w.cut, part.rows) {
+            return Ok(None);
+        }
+        Ok(Some(Experts {
+            cut: w.cut,
+            outputs: part.rows as u32,
+            base: part.at,
+            part_bytes: w.stride(per)?,
+            up_at: w.parts.get(1).map_or(0, |up| up.at - part.at),
+            order: to.order,
+            bounds: to.bounds,
+            ids: to.ids,
+            weights: to.weights,
+            infos: self.view().infos(),
+            rows: to.rows as u32,
+            chosen: to.chosen as u32,
+            experts: to.experts as u32,
+            ..Experts::default()
+        }))
+    }
+
+    /// Gated units of few rows' experts, times their routing weights: at `mid`, in the order of assignments, and where
+    /// [`experts_down`](Self::experts_down) finds them. `false` where it cannot, with nothing done.
+    pub(crate) fn experts_up(&mut self, w: &CudaMatrix, from: Source, units: &Units<'_>, to: &Assigned) -> Result<bool> {
+        let Some(mut experts) = self.experts(w, to, 2)? else { return Ok(false) };
+        let format = w.parts[0].format;
+        let Some(shape) = experts.cut_up(format, self.multiprocessors()) else { return Ok(false) };
+        let from = from.for_matrix(w);
+        let which = match self.matmul.ready(&from, to.rows) {
+            Some(which) => which,
+            None => {
+                self.prepare(w.reads(), from, to.rows)?;
+                0
+            }
+        };
+        let codes = self.matmul.codes(which);
+        (experts.q, experts.d, experts.sums) = (codes.q, codes.d, codes.sums);
+        self.counters.weight_bytes += self.touched(w, to);
+        (experts.limit, experts.mid) = (units.limit, units.mid);
+        // The second product's inputs, by assignment.
+        let (rows, cols) = (to.rows * to.chosen, w.parts[0].rows);
+        let next = Source { x: units.by_assignment, ..units.next }.for_matrix(units.down);
+        let as_it_is = next.inputs == Inputs::F32 && !units.down.reads().floats;
+        let left = self.matmul.codes(if as_it_is { 1 - which } else { 0 });
+        if as_it_is {
+            assert!(rows * cols <= self.matmul.inputs(1 - which).q.len(), "{rows} units of {cols} values");
+            (experts.mid_q, experts.mid_d, experts.mid_sums) = (left.q, left.d, left.sums);
+        } else {
+            experts.mid_floats = units.by_assignment;
+        }
+        let [kernel, _] = EXPERTS[format as usize].expect("`experts` looked");
+        self.launch(kernel, Grid::new(shape.blocks, shape.threads).shared(shape.shared), &[Arg::of(&experts)])?;
+        if !as_it_is {
+            self.prepare(units.down.reads(), next, rows)?;
+        }
+        self.matmul.units = Some((units.mid, left));
+        Ok(true)
+    }
+
+    /// Sums of few rows' experts, of the units that the last [`experts_up`](Self::experts_up) left for `mid`. `shared`: the
+    /// shared expert's second matrix and its units, which may come along. Whether it did; `None` where nothing is done,
+    /// since it cannot.
+    pub(crate) fn experts_down(
+        &mut self,
+        w: &CudaMatrix,
+        shared: (&CudaMatrix, Source),
+        out: u64,
+        mid: u64,
+        to: &Assigned,
+    ) -> Result<Option<bool>> {
+        let Some((_, codes)) = self.matmul.units.filter(|(of, _)| *of == mid) else { return Ok(None) };
+        let Some(mut experts) = self.experts(w, to, 1)? else { return Ok(None) };
+        let (format, processors) = (w.parts[0].format, self.multiprocessors());
+        (experts.q, experts.d, experts.sums, experts.out) = (codes.q, codes.d, codes.sums, out);
+        let (matrix, units) = shared;
+        let part = matrix.parts[0];
+        let alike = matrix.parts.len() == 1 && part.format == Format::Q8_0 && (matrix.rows, matrix.cols) == (w.parts[0].rows, w.cols);
+        let mut along = None;
+        if alike && to.rows == 1 && units.for_matrix(matrix).inputs == Inputs::F32 {
+            let mut both = Experts { shared: part.at, x: units.x, ..experts };
+            along = both.cut_down(format, processors).map(|shape| (both, shape));
+        }
+        let comes = along.is_some();
+        let alone = || experts.cut_down(format, processors).map(|shape| (experts, shape));
+        let Some((experts, shape)) = along.or_else(alone) else { return Ok(None) };
+        self.counters.weight_bytes += self.touched(w, to) + if comes { matrix.bytes() as u64 } else { 0 };
+        let [_, kernel] = EXPERTS[format as usize].expect("`experts` looked");
+        self.launch(kernel, Grid::new(shape.blocks, shape.threads).shared(shape.shared), &[Arg::of(&experts)])?;
+        Ok(Some(comes))
+    }
+
+    /// Bytes of the experts that the rows of a step read, should no two share one.
+    fn touched(&self, w: &CudaMatrix, to: &Assigned) -> u64 {
+        (w.bytes() / to.experts * to.experts.min(to.rows * to.chosen)) as u64
     }
 
     /// Launches a product over many rows.

@@ -87,9 +87,8 @@ struct Fma {
     }
 
     __device__ void run() const {
-        if (!p.late) pdl_launch();
+        pdl_launch();
         pdl_wait();
-        if (p.late) pdl_launch();
         uint32_t row, end;
         if (!shared.tables.fill(p, F, row, end)) return;
         __syncthreads();

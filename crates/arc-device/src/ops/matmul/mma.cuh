@@ -346,12 +346,11 @@ struct Mma {
         const uint32_t rows = p.cut.group_rows(), slots = kBlockOutputs / rows, slab = slab_bytes(rows);
         const uint32_t stage_bytes = slots * slab + kXBytes;
         uint8_t* stages = smem + kTables;
-        if (!p.late) pdl_launch();
+        pdl_launch();
         if constexpr (F == IQ2_XXS) {
             for (uint32_t i = threadIdx.x; i < 256; i += kThreads) shared.patterns[i] = spread_pattern(kPatterns[i]);
         }
         pdl_wait();
-        if (p.late) pdl_launch();
         uint32_t row, end;
         if (!shared.tables.fill(p, F, row, end)) return;
         __syncthreads();

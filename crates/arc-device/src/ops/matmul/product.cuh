@@ -32,8 +32,8 @@ __device__ __forceinline__ float gated(uint32_t epilogue, float gate, float up, 
     return __fmul_rn(silu(gate), up);
 }
 
-// Output n of output row `row`: `row_idx` is its row or assignment among the inputs.
-__device__ __forceinline__ void put(const Product& p, uint32_t row, uint32_t row_idx, uint32_t n, float v, float up) {
+// Output n of output row `row`: `row_idx` is its row or assignment among the inputs. Returns what it left.
+__device__ __forceinline__ float put(const Product& p, uint32_t row, uint32_t row_idx, uint32_t n, float v, float up) {
     float* out = reinterpret_cast<float*>(p.out) + (size_t)row * p.out_stride + n;
     const float* aux = reinterpret_cast<const float*>(p.aux);
     switch (p.epilogue) {
@@ -59,6 +59,7 @@ __device__ __forceinline__ void put(const Product& p, uint32_t row, uint32_t row
         }
     }
     *out = v;
+    return v;
 }
 
 }  // namespace arc

@@ -2,7 +2,7 @@
 
 use crate::cuda::{Cuda, CudaBuf};
 use crate::error::Result;
-use crate::ops::matmul::cuda::{Assigned, Out, Source, Then};
+use crate::ops::matmul::cuda::{Assigned, Out, Source, Then, Units};
 use crate::ops::router;
 use crate::ops_v4::{ExpertConfig, ExpertWeights, ExpertWork};
 use crate::{MemoryClass, ModelShape};
@@ -52,8 +52,20 @@ pub(crate) fn up(
 ) -> Result<()> {
     assert!(ws.mid.len() >= rows * cfg.router.chosen * cfg.ffn, "units of {rows} rows");
     let from = Source::of(h, cfg.hidden).rounded(cfg.inputs);
+    let to = assigned(ws, cfg, rows);
+    let units = Units {
+        limit: cfg.limit,
+        mid: ws.mid.ptr(),
+        by_assignment: products(dev, cfg, rows),
+        down: &w.down,
+        next: Source::of(&ws.mid, cfg.ffn).rounded(cfg.inputs),
+    };
+    if dev.experts_up(&w.up, from, &units, &to)? {
+        return Ok(());
+    }
     let out = Out { at: ws.mid.ptr(), stride: cfg.ffn, then: Then::ClampedSilu { limit: cfg.limit } };
-    dev.product_experts_of(&w.up, from, out, &Assigned { by_row: true, by_place: false, ..assigned(ws, cfg, rows) })
+    dev.prepare_for(&w.up, from, rows)?;
+    dev.product_experts(&w.up, out, &Assigned { by_row: true, by_place: false, ..to })
 }
 
 /// What [`crate::ops_v4::OpsV4::experts_down`] does.
@@ -66,27 +78,42 @@ pub(crate) fn down(
     rows: usize,
 ) -> Result<()> {
     let (hidden, ffn, chosen) = (cfg.hidden, cfg.ffn, cfg.router.chosen);
-    let products = {
-        let products = dev.moe.products.as_ref().expect("`finish` was told that the model gathers");
-        assert!(products.len() >= rows * chosen * hidden && out.len() >= rows * hidden, "products of {rows} rows");
-        products.ptr()
-    };
+    assert!(out.len() >= rows * hidden, "sums of {rows} rows");
+    let to = assigned(ws, cfg, rows);
+    let units = Source::of(&ws.shared, ffn).rounded(cfg.inputs);
+    match dev.experts_down(&w.down, (&w.shared_down, units), out.ptr(), ws.mid.ptr(), &to)? {
+        Some(true) => return Ok(()),
+        Some(false) => {
+            return dev.product_of(&w.shared_down, units, Out { at: out.ptr(), stride: hidden, then: Then::Add }, rows);
+        }
+        None => {}
+    }
+    let products = products(dev, cfg, rows);
     // Assignments of rows that are not live are nobody's: there may be fewer than rows * chosen.
     let count = ws.bounds.ptr() + 4 * cfg.router.experts as u64;
     let from = Source { count: Some(count), ..Source::of(&ws.mid, ffn).rounded(cfg.inputs) };
     let each = Out { at: products, stride: hidden, then: Then::Store };
-    dev.product_experts_of(
-        &w.down,
-        from,
-        each,
-        &Assigned { by_row: false, by_place: true, ..assigned(ws, cfg, rows) },
-    )?;
-    let sum = Out { at: out.ptr(), stride: hidden, then: Then::Routed { products, chosen } };
-    dev.product_of(&w.shared_down, Source::of(&ws.shared, ffn).rounded(cfg.inputs), sum, rows)
+    dev.prepare_for(&w.down, from, rows * chosen)?;
+    dev.product_experts(&w.down, each, &Assigned { by_row: false, by_place: true, ..to })?;
+    dev.product_of(
+        &w.shared_down,
+        units,
+        Out { at: out.ptr(), stride: hidden, then: Then::Routed { products, chosen } },
+        rows,
+    )
+}
+
+/// Room for what every assignment adds to its row.
+fn products(dev: &Cuda, cfg: &ExpertConfig, rows: usize) -> u64 {
+    let products = dev.moe.products.as_ref().expect("`finish` was told that the model gathers");
+    let len = rows * cfg.router.chosen * cfg.hidden.max(cfg.ffn);
+    assert!(products.len() >= len, "products of {rows} rows");
+    products.ptr()
 }
 
 fn assigned(ws: &ExpertWork<Cuda>, cfg: &ExpertConfig, rows: usize) -> Assigned {
     Assigned {
+        ids: ws.ids.ptr(),
         order: ws.order.ptr(),
         bounds: ws.bounds.ptr(),
         weights: ws.weights.ptr(),

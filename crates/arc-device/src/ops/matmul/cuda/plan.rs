@@ -12,7 +12,7 @@ pub(crate) const MAX_SHARED: u32 = 232_448;
 
 /// Columns cut into slices, and slices into tiles. `Cut` of layout.cuh.
 #[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Cut {
     pub cols: u32,
     pub slices: u32,
@@ -29,7 +29,7 @@ fn unit(format: Format) -> (usize, usize) {
 }
 
 /// Bytes of `n` columns of a tile.
-fn tile_bytes(format: Format, n: usize) -> usize {
+pub(super) fn tile_bytes(format: Format, n: usize) -> usize {
     let (len, bytes) = unit(format);
     LANES * (n / len * bytes + n % len * format.block_bytes())
 }
@@ -134,6 +134,9 @@ pub(crate) struct Product {
     pub scatter: u32,
     pub experts: u32,
     pub infos: u64,
+    pub out_q: u64,
+    pub out_d: u64,
+    pub out_sums: u64,
     pub table_at: u32,
     pub q_at: u32,
     pub d_at: u32,
@@ -143,10 +146,10 @@ pub(crate) struct Product {
     pub norm_at: u32,
     pub partials_at: u32,
     pub ring_at: u32,
-    /// 0: the kernel behind may begin at once. Kernels read it; no stage asks for anything else.
+    pub warps: u32,
     pub late: u32,
 }
-const _: () = assert!(size_of::<Product>() == 392);
+const _: () = assert!(size_of::<Product>() == 424);
 
 /// `Prepare` of quantise.cuh.
 #[repr(C)]
@@ -204,17 +207,21 @@ pub(crate) fn rows_taken(rows: usize) -> usize {
 
 /// Rows that a kernel may make the inputs of by itself.
 pub(crate) const MAKES_ROWS: usize = 2;
-/// Warps of a block, by kernel: as its launch bounds say.
-const WARPS: [u32; 4] = [16, 16, 12, 12];
+/// Most and fewest warps of a block, by kernel: as its launch bounds say, and so many that rows come in quickly.
+const WARPS: [u32; 4] = [10, 16, 12, 12];
+const LEAST_WARPS: [u32; 4] = [8, 1, 1, 1];
 /// Of large tiles, fewer warps that have two in flight are better than more that have one.
 const LARGE_TILE: u32 = 8192;
 const WARPS_OF_LARGE: u32 = 11;
+/// Shared memory of a block of one row: two such blocks fit a multiprocessor, so that the next kernel's weights are on
+/// their way while this one computes.
+pub(super) const HALF_SHARED: u32 = (228 << 10) / 2 - 1024;
 /// Tiles of a step, at one row: what their partial sums take is bounded.
 const STEP_TILES: u32 = 64;
 
 impl Product {
     /// Cuts the product into blocks for `multiprocessors`, each row kernel taking `taken` rows: fills the fields that say
-    /// so. `parts`: parts or experts with rows, 1 otherwise. `normed`: the kernel makes its inputs, behind a norm. `None`
+    /// so. `parts`: 1 where there are none. `normed`: the kernel makes its inputs, behind a norm. `None`
     /// where the rows do not fit in shared memory.
     pub fn cut_blocks(
         &mut self,
@@ -230,8 +237,11 @@ impl Product {
         let (taken, slices, parts) = (taken as u32, self.cut.slices, parts as u32);
         // Groups of a step: every multiprocessor gets about the same number of groups in the end.
         let most_groups = (STEP_TILES / taken / per_group).clamp(1, self.groups);
+        // Outputs that are left as int8 are so in blocks of 32.
+        let whole = if self.out_q != 0 { 32 / self.cut.group_rows() as u32 } else { 1 };
         let load = |at_once: u32| (parts * self.groups.div_ceil(at_once)).div_ceil(multiprocessors) * at_once;
-        self.per_block = (1..=most_groups).rev().min_by_key(|at_once| load(*at_once)).unwrap_or(1);
+        let sizes = (1..=most_groups.max(whole)).rev().filter(|at_once| at_once % whole == 0);
+        self.per_block = sizes.min_by_key(|at_once| load(*at_once)).unwrap_or(whole);
         let items = self.per_block * per_group;
         let steps = parts * self.groups.div_ceil(self.per_block);
         let most = match WARPS[taken.ilog2() as usize] {
@@ -259,7 +269,8 @@ impl Product {
             self.ring_at = at.next_multiple_of(128);
             self.ring_at + warps * stages * self.stage_bytes
         };
-        while shared(warps, 1) > MAX_SHARED {
+        let room = if taken == 1 && shared(1, 1) <= HALF_SHARED { HALF_SHARED } else { MAX_SHARED };
+        while shared(warps, 1) > room {
             warps -= 1;
             if warps == 0 {
                 return None;
@@ -268,10 +279,11 @@ impl Product {
         // As many tiles in flight as there is room for, and no more than a warp ever takes.
         let rounds = steps.div_ceil(multiprocessors);
         let each = rounds * items.div_ceil(warps);
-        let stages = (1..=each.min(8)).rev().find(|stages| shared(warps, *stages) <= MAX_SHARED).unwrap_or(1);
-        self.stages = stages;
+        let stages = (1..=each.min(8)).rev().find(|stages| shared(warps, *stages) <= room).unwrap_or(1);
+        (self.stages, self.warps) = (stages, warps);
         let shared = shared(warps, stages);
-        Some(Shape { blocks: steps.div_ceil(rounds), threads: 32 * warps, shared })
+        let threads = 32 * warps.max(LEAST_WARPS[taken.ilog2() as usize]);
+        Some(Shape { blocks: steps.div_ceil(rounds), threads, shared })
     }
 }
 
