@@ -11,6 +11,7 @@
 #![forbid(unsafe_code)]
 
 mod compare;
+mod draft;
 mod faults;
 mod hc;
 mod inputs;
@@ -68,6 +69,7 @@ fn main() -> ExitCode {
     faults::cases(&mut suite);
     models::cases(&mut suite, &models);
     hc::cases(&mut suite);
+    draft::cases(&mut suite);
     moe::cases(&mut suite);
     synthetic::cases(&mut suite);
     suite.finish()

@@ -6,10 +6,14 @@ use std::time::Duration;
 
 use arc_device::cpu::Cpu;
 use arc_device::cuda::{Cuda, CudaOptions};
+use arc_device::error::Result as DeviceResult;
 use arc_device::ops::sample::SamplerConfig;
-use arc_device::step::{BLOCK_TOKENS, Limits};
-use arc_engine::engine::{self, EngineConfig, EngineHandle, SampleOn, Switches};
+use arc_device::step::{BLOCK_TOKENS, Limits, StepKey};
+use arc_device::{Alloc, Buffers};
+use arc_engine::drafter::Drafter;
+use arc_engine::engine::{self, EngineConfig, EngineHandle, SampleOn, Speculate, Switches};
 use arc_engine::load::{LoadError, ModelFile};
+use arc_engine::model::deepseek_v4::Numerics;
 use arc_engine::model::{Model, ModelConfig};
 use arc_engine::request::{Event, FinishReason, Request, TokenEvent};
 use arc_engine::runner::Runner;
@@ -22,6 +26,8 @@ use crate::suite::{Suite, Verdict};
 const NEAR_TIE: f32 = 0.5;
 /// Longest sequence here.
 const CONTEXT: usize = 512;
+/// Tokens of a sequence that is drafted for.
+const N_DRAFTED: u32 = 44;
 
 /// Every case over every model.
 pub fn cases(suite: &mut Suite, models: &[PathBuf]) {
@@ -30,7 +36,19 @@ pub fn cases(suite: &mut Suite, models: &[PathBuf]) {
         suite.case(&format!("model/{name}/greedy"), |suite| greedy(suite, path));
         suite.case(&format!("model/{name}/invariance"), |suite| invariance(suite, path));
         suite.case(&format!("model/{name}/flat"), |suite| flat(suite, path));
+        suite.case(&format!("model/{name}/scripted_drafts"), |suite| scripted_drafts(suite, path));
+        let Ok(file) = ModelFile::open(path) else { continue };
+        if has_draft_block(&file) {
+            for numerics in [Numerics::Reference, Numerics::Serving] {
+                let name = format!("model/{name}/own_drafts/{}", numerics.name());
+                suite.case(&name, |suite| own_drafts(suite, path, numerics));
+            }
+        }
     }
+}
+
+fn has_draft_block(file: &ModelFile) -> bool {
+    ModelConfig::read(file).is_ok_and(|mut config| config.load_draft_block(file))
 }
 
 /// An engine over a model.
@@ -51,16 +69,58 @@ fn limits(slots: usize, rows: usize) -> Limits {
     Limits { slots, rows, heads: rows.min(256), context: CONTEXT, blocks, ring: 32 }
 }
 
+/// Who drafts, and how much.
+enum Drafts {
+    Off,
+    /// So many by a script: see [`Cuda::propose`].
+    Script(u32, Vec<u32>),
+    /// So many by the model's own block.
+    OwnBlock(u32),
+}
+
+/// Drafts that a test knows beforehand.
+struct Script {
+    tokens: <Cuda as Buffers>::Buf<u32>,
+}
+
+impl Drafter<Cuda> for Script {
+    fn draft(&mut self, _model: &mut Model<Cuda>, dev: &mut Cuda, key: StepKey) -> DeviceResult<()> {
+        dev.propose(&self.tokens, N_DRAFTED as usize, key.drafts)
+    }
+}
+
 impl Rig {
     fn new(on: On, path: &Path, limits: Limits, switches: Switches) -> Result<Rig, String> {
+        Rig::with(on, path, limits, switches, Drafts::Off, Numerics::Serving)
+    }
+
+    fn with(
+        on: On,
+        path: &Path,
+        limits: Limits,
+        switches: Switches,
+        drafts: Drafts,
+        numerics: Numerics,
+    ) -> Result<Rig, String> {
         let file = ModelFile::open(path).map_err(|error| error.to_string())?;
-        let config = ModelConfig::read(&file).map_err(|error| error.to_string())?;
+        let mut config = ModelConfig::read(&file).map_err(|error| error.to_string())?;
+        if let ModelConfig::DeepseekV4(v4) = &mut config {
+            v4.set_numerics(numerics);
+        }
+        if matches!(drafts, Drafts::OwnBlock(_)) && !config.load_draft_block(&file) {
+            return Err("there is no draft block".to_owned());
+        }
         let vocab = config.shape().vocab as u32;
         let buckets = match on {
             On::Cpu => Buckets::Exact,
             On::Gpu { .. } => Buckets::recorded(limits.rows as u32),
         };
-        let set_up = EngineConfig { buckets, switches, ..EngineConfig::default() };
+        let (speculate, numbers) = match drafts {
+            Drafts::Off => (Speculate::Off, Vec::new()),
+            Drafts::Script(n, _) | Drafts::OwnBlock(n) => (Speculate::Fixed(n), vec![n]),
+        };
+        let keys = buckets.keys(&limits, &numbers);
+        let set_up = EngineConfig { buckets, switches, speculate, ..EngineConfig::default() };
         let started = match on {
             On::Cpu => {
                 let threads = std::thread::available_parallelism().map_or(2, usize::from).min(8);
@@ -72,8 +132,19 @@ impl Rig {
             }
             On::Gpu { ordinal, capture } => engine::spawn(set_up, limits, vocab, move || {
                 let mut dev = Cuda::new(CudaOptions { ordinal, capture }, limits)?;
+                let script = match drafts {
+                    Drafts::Script(_, tokens) => Some(dev.ids("script", &tokens)?),
+                    _ => None,
+                };
                 let model = Model::load(&mut dev, &file, &config, &limits)?;
-                Ok::<_, LoadError>(Runner::new(dev, model))
+                let mut runner = match script {
+                    Some(tokens) => Runner::with_drafter(dev, model, Box::new(Script { tokens })),
+                    None => Runner::new(dev, model),
+                };
+                if capture {
+                    runner.warm_up(&keys)?;
+                }
+                Ok::<_, LoadError>(runner)
             }),
         };
         Ok(Rig { engine: started.map_err(|error| error.to_string())?, vocab })
@@ -241,4 +312,131 @@ fn flat(suite: &Suite, path: &Path) -> Verdict {
             Ok(format!("{tokens} tokens; a step: fwd {fwd:.1} us, sample {sample:.1} us, gap {gap:.1} us"))
         }
     }
+}
+
+/// Requests that are drafted for, of every class that the device draws itself; their seeds count from 0.
+fn drafted_requests(vocab: u32) -> Vec<Request> {
+    let mut rng = Rng(23);
+    (0..15)
+        .map(|i: usize| {
+            let sampling = match i / 3 {
+                0 => SamplerConfig { temperature: 0.0, ..SamplerConfig::default() },
+                1 => SamplerConfig { top_k: 40, top_p: 0.95, min_p: 0.01, ..SamplerConfig::default() },
+                2 => SamplerConfig { presence: 0.4, frequency: 0.3, repetition: 1.1, ..SamplerConfig::default() },
+                3 => SamplerConfig { temperature: 0.0, repetition: 1.3, ..SamplerConfig::default() },
+                // Few tokens, all about as likely.
+                _ => {
+                    let bias = (0..4).map(|i| (40 + 50 * i, 60.0)).collect();
+                    SamplerConfig { temperature: 8.0, bias, ..SamplerConfig::default() }
+                }
+            };
+            let len = 1 + rng.below(130);
+            let sampling = SamplerConfig { seed: i as u64, ..sampling };
+            Request { logprobs: None, ..request(prompt(&mut rng, len, vocab), N_DRAFTED, sampling, 0) }
+        })
+        .collect()
+}
+
+fn ids(tokens: &[TokenEvent]) -> Vec<u32> {
+    tokens.iter().map(|token| token.id).collect()
+}
+
+/// Requests alone and then all at once, beside others that are drafted for or cannot be: the tokens that were wanted. Gives
+/// the drafts verified and accepted of each that ran alone.
+fn drafted(rig: &Rig, want: &[Vec<u32>]) -> Result<Vec<(u64, u64)>, String> {
+    let check = |what: &str, i: usize, got: &[TokenEvent]| match ids(got) == want[i] {
+        true => Ok(()),
+        false => Err(format!("request {i} {what}: {:?} wanted, {:?}", want[i], ids(got))),
+    };
+    let mut counts = Vec::new();
+    for (i, request) in drafted_requests(rig.vocab).into_iter().enumerate() {
+        let before = rig.engine.stats();
+        check("alone", i, &rig.ask(vec![request])?[0])?;
+        let after = rig.engine.stats();
+        counts.push((after.drafted - before.drafted, after.accepted - before.accepted));
+    }
+    let mut rng = Rng(29);
+    let stranger = |i: usize| {
+        let sampling = SamplerConfig { seed: 1000 + i as u64, ..SamplerConfig::default() };
+        let len = 1 + rng.below(60);
+        let stranger = request(prompt(&mut rng, len, rig.vocab), 20 + i as u32, sampling, 2);
+        Request { logprobs: i.is_multiple_of(2).then_some(2), ..stranger }
+    };
+    let mut all = drafted_requests(rig.vocab);
+    all.extend((0..9).map(stranger));
+    for (i, got) in rig.ask(all)?.iter().take(want.len()).enumerate() {
+        check("among others", i, got)?;
+    }
+    Ok(counts)
+}
+
+/// Scripts whose drafts are all wrong, half right or all right change no token.
+fn scripted_drafts(suite: &Suite, path: &Path) -> Verdict {
+    let rig = |drafts| {
+        let gpu = On::Gpu { ordinal: suite.ordinal(), capture: true };
+        Rig::with(gpu, path, limits(16, 128), Switches::default(), drafts, Numerics::Serving)
+    };
+    let plain = rig(Drafts::Off)?;
+    let vocab = plain.vocab;
+    let want: Vec<Vec<u32>> = (drafted_requests(vocab).into_iter())
+        .map(|request| plain.ask(vec![request]).map(|got| ids(&got[0])))
+        .collect::<Result<_, _>>()?;
+    drop(plain);
+    let mut rng = Rng(31);
+    // Of request `i`, the class is `i % 3`.
+    let script: Vec<u32> = (want.iter().enumerate())
+        .flat_map(|(i, tokens)| tokens.iter().map(move |&token| (i % 3, token)))
+        .map(|(class, token)| match class == 2 || class == 1 && rng.below(2) == 0 {
+            true => token,
+            false => (token + 1) % vocab,
+        })
+        .collect();
+    let mut text = String::new();
+    for k in 1..=4 {
+        let counts =
+            drafted(&rig(Drafts::Script(k, script.clone()))?, &want).map_err(|why| format!("{k} drafts: {why}"))?;
+        for (i, &(drafted, accepted)) in counts.iter().enumerate() {
+            let right = match i % 3 {
+                0 => accepted == 0,
+                1 => accepted > 0 && accepted < drafted,
+                _ => accepted == drafted,
+            };
+            if !right || drafted < 20 {
+                return Err(format!("{k} drafts, request {i}: {accepted} of {drafted} accepted"));
+            }
+        }
+        let sum = |class: usize| counts.iter().skip(class).step_by(3).map(|&(_, accepted)| accepted).sum::<u64>();
+        text += &format!("{k} drafts: {}, {} and {} accepted; ", sum(0), sum(1), sum(2));
+    }
+    Ok(text)
+}
+
+/// The model's own drafts change no token.
+fn own_drafts(suite: &Suite, path: &Path, numerics: Numerics) -> Verdict {
+    let rig = |drafts, rows| {
+        let gpu = On::Gpu { ordinal: suite.ordinal(), capture: true };
+        Rig::with(gpu, path, limits(16, rows), Switches::default(), drafts, numerics)
+    };
+    let plain = rig(Drafts::Off, 128)?;
+    let want: Vec<Vec<u32>> = (drafted_requests(plain.vocab).into_iter())
+        .map(|request| plain.ask(vec![request]).map(|got| ids(&got[0])))
+        .collect::<Result<_, _>>()?;
+    drop(plain);
+    let mut text = String::new();
+    let mut all = 0;
+    for k in 1..=4 {
+        let mut counts = Vec::new();
+        // Rows of a step cut prompts elsewhere.
+        for rows in [128, 19] {
+            let why = |why| format!("{k} drafts, {rows} rows: {why}");
+            counts.push(drafted(&rig(Drafts::OwnBlock(k), rows)?, &want).map_err(why)?);
+        }
+        if counts[0] != counts[1] {
+            return Err(format!("{k} drafts: how prompts were cut shows: {counts:?}"));
+        }
+        let (drafted, accepted) = counts[0].iter().fold((0, 0), |sum, n| (sum.0 + n.0, sum.1 + n.1));
+        all += accepted;
+        text += &format!("{k} drafts: {accepted} of {drafted} accepted; ");
+    }
+    if all == 0 { Err(format!("none was ever right: {text}")) } else { Ok(text) }
 }

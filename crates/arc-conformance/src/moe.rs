@@ -124,7 +124,13 @@ struct Left {
     out: Vec<f32>,
 }
 
-fn matrix<D: Alloc>(dev: &mut D, format: Format, parts: usize, rows: usize, cols: usize) -> DeviceResult<D::Matrix> {
+pub(crate) fn matrix<D: Alloc>(
+    dev: &mut D,
+    format: Format,
+    parts: usize,
+    rows: usize,
+    cols: usize,
+) -> DeviceResult<D::Matrix> {
     let std = 1.5 / (cols as f32).sqrt();
     let made = SyntheticRows { seed: 11, tensor: (rows * cols) as u64, first_row: 0, mean: 0.0, std };
     let stored: Vec<Vec<u8>> = match SyntheticRows::has(format) {
@@ -154,6 +160,8 @@ fn random_rows(format: Format, values: usize, seed: u64) -> Vec<u8> {
                 // No NaN codes.
                 block[1..].iter_mut().for_each(|code| *code &= if *code & 0x7f == 0x7f { 0xf7 } else { 0xff });
             }
+            // Of either sign, from 2^-7.
+            Format::Bf16 => block[1] = block[1] & 0x80 | 0x3c,
             _ => panic!("no random rows in {}", format.name()),
         }
     }

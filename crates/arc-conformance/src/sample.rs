@@ -440,11 +440,8 @@ fn drafts(suite: &Suite) -> Verdict {
             draft_values.extend_from_slice(of_slot(slot));
         }
     }
-    let key = StepKey {
-        drafts: DRAFTS as u32,
-        draft_rows: slots as u32,
-        ..StepKey::new(rows as u32, rows as u32, CtxClass::Short, Part::Whole)
-    };
+    let key =
+        StepKey::new(rows as u32, rows as u32, CtxClass::Short, Part::Whole).drafting(DRAFTS as u32, slots as u32);
     let Both { pair: Pair { cpu, gpu }, cpu_logits, gpu_logits } = &mut both;
     let mut cpu_side = Drafter::new(cpu, rows, vocab, dim, &draft_values);
     let mut gpu_side = Drafter::new(gpu, rows, vocab, dim, &draft_values);

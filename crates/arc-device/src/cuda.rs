@@ -375,23 +375,12 @@ impl Cuda {
         self.launch(kernel!("step_push_drafts"), Grid::new(1, 256), args![&draft, n as u32])
     }
 
-    fn record(&mut self, key: StepKey, body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<()> {
-        let before = self.counters;
-        self.driver.begin_capture()?;
-        if let Some(trace) = &mut self.trace {
-            trace.begin_record();
-        }
-        let done = self.enqueue(key, body);
-        if let Some(trace) = &mut self.trace {
-            trace.end_record(key);
-        }
-        let graph = self.driver.end_capture();
-        // What was recorded was not launched.
-        let weight_bytes = (self.counters - before).weight_bytes;
-        self.counters = before;
-        done?;
-        self.graphs.insert(key, Recorded { graph: graph?, weight_bytes });
-        Ok(())
+    /// Gives drafts from a script to the slots that want some, up to `drafts` each, between `sample` and `commit`:
+    /// `script[s * len + i]` is what a sequence of seed `s` may emit as its `i`-th token, from 0; `u32::MAX` is no draft.
+    /// For tests; a model's own drafter is stages.
+    pub fn propose(&mut self, script: &CudaBuf<u32>, len: usize, drafts: u32) -> Result<()> {
+        let (view, rows, n) = (self.view(), self.table_rows() as u32, (script.len / len) as u32);
+        self.launch(kernel!("step_script"), Grid::new(1, 256), args![&view, script.at, n, len as u32, rows, drafts])
     }
 
     /// Microseconds that one `body` takes inside a graph of `repeats` of them, over the staged row table: the least of
@@ -526,6 +515,26 @@ impl Steps for Cuda {
             state.enqueued = step;
         }
         Ok(step)
+    }
+
+    fn record(&mut self, key: StepKey, body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<()> {
+        self.enter()?;
+        let before = self.counters;
+        self.driver.begin_capture()?;
+        if let Some(trace) = &mut self.trace {
+            trace.begin_record();
+        }
+        let done = self.enqueue(key, body);
+        if let Some(trace) = &mut self.trace {
+            trace.end_record(key);
+        }
+        let graph = self.driver.end_capture();
+        // What was recorded was not launched.
+        let weight_bytes = (self.counters - before).weight_bytes;
+        self.counters = before;
+        done?;
+        self.graphs.insert(key, Recorded { graph: graph?, weight_bytes });
+        Ok(())
     }
 }
 

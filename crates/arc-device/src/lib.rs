@@ -241,9 +241,14 @@ pub trait Ops: Buffers {
 
 /// Running steps of any model: eagerly, or recorded once and replayed.
 pub trait Steps: OpsV4 + Landing {
-    /// Runs the step of this key and returns its number, counted from 1. A recording device runs `body` when it first
-    /// meets the key, which warm-up sees to, and replays afterwards. A key that warm-up missed is recorded late, and told.
+    /// Runs the step of this key and returns its number, counted from 1. A recording device replays what
+    /// [`Steps::record`] recorded; a key that warm-up missed is recorded late, and told.
     fn step(&mut self, key: StepKey, body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<u64>;
+
+    /// Records the step of this key without running it, on a device that records.
+    fn record(&mut self, _key: StepKey, _body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// How far the device's queue is. There is deliberately no `synchronize`.

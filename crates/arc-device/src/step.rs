@@ -144,7 +144,7 @@ pub struct StepKey {
     /// Which part of the step.
     pub part: Part,
     /// Drafts to make for each row with [`row_flags::PROPOSE`], at most [`MAX_DRAFTS`]. 0: no drafter runs; otherwise it
-    /// follows every row of the step, also where `draft_rows` is 0.
+    /// follows every row of the step, also where `draft_rows` is 0 and this is 1.
     pub drafts: u32,
     /// Rows with [`row_flags::PROPOSE`], or the bucket above; 0 where `drafts` is.
     pub draft_rows: u32,
@@ -154,6 +154,12 @@ impl StepKey {
     /// A step without a drafter.
     pub fn new(rows: u32, heads: u32, ctx: CtxClass, part: Part) -> Self {
         StepKey { rows, heads, ctx, part, drafts: 0, draft_rows: 0 }
+    }
+
+    /// The same with a drafter that makes `drafts` drafts in each of `draft_rows` rows.
+    pub fn drafting(self, drafts: u32, draft_rows: u32) -> Self {
+        // Where nobody wants one, their number makes no difference, and should make no key of its own.
+        StepKey { drafts: if draft_rows == 0 { drafts.min(1) } else { drafts }, draft_rows, ..self }
     }
 }
 

@@ -28,8 +28,8 @@ pub struct InFlight {
     pub step: u64,
     /// Head rows that it lands.
     pub n_heads: u32,
-    /// Drafts that it makes for a slot.
-    pub drafts: u32,
+    /// Drafts that it makes for a slot; `None` where a drafter only looks on.
+    pub drafts: Option<u32>,
     /// Its record as far as the host knows it.
     pub record: StepRecord,
     /// What it is expected to take.

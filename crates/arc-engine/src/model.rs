@@ -138,7 +138,7 @@ impl Plan {
         let decode_step = dev.take_stages();
         let verified = PLANNED_DRAFTS + 1;
         if model.can_draft() && verified as usize <= limits.rows.min(limits.heads) {
-            let key = StepKey { rows: verified, heads: verified, drafts: PLANNED_DRAFTS, draft_rows: 1, ..key };
+            let key = StepKey { rows: verified, heads: verified, ..key }.drafting(PLANNED_DRAFTS, 1);
             dev.step(key, &mut |dev| model.step(dev, key))?;
         }
         let speculating_step = dev.take_stages();

@@ -1,9 +1,9 @@
 //! A model on its device, as the burst driver sees it.
 
 use arc_device::count::Counters;
-use arc_device::error::{DeviceError, Fault, Result};
+use arc_device::error::{Fault, Result};
 use arc_device::ops::sample::SamplerConfig;
-use arc_device::step::{Landed, MAX_DRAFTS, Part, Row, StepClocks, StepDelta, StepKey, row_flags};
+use arc_device::step::{Landed, MAX_DRAFTS, StepClocks, StepDelta, StepKey};
 use arc_device::{DeviceLoop, Landing, Steps, StreamState};
 
 use crate::drafter::{Drafter, OwnBlock};
@@ -30,32 +30,28 @@ impl<D: Steps> Runner<D> {
 }
 
 impl<D: Steps> Runner<D> {
-    /// Runs the step of every key over rows that are inert, so that a device that records has recorded them. Before
-    /// anything else runs. Errors: the device's.
+    /// Records the step of every key, on a device that records. Before anything runs. Errors: the device's.
     pub fn warm_up(&mut self, keys: &[StepKey]) -> Result<()> {
-        for &key in keys {
-            let padding = Row { flags: row_flags::PADDING, ..Row::default() };
-            self.stage(&StepDelta { rows: Some(vec![padding; key.rows as usize]), ..StepDelta::default() })?;
-            let step = self.enqueue(key)?;
-            while key.part != Part::Forward && self.head() < step {
-                if self.poll()? == StreamState::Idle && self.head() < step {
-                    return Err(DeviceError::Fault(Fault::LostStep { enqueued: step, landed: self.head() }));
-                }
-            }
-            self.read_to(self.head());
-        }
-        Ok(())
+        keys.iter().try_for_each(|&key| self.with_body(|dev, body| dev.record(key, &mut |dev| body(dev, key))))
     }
-}
 
-impl<D: Steps> DeviceLoop for Runner<D> {
-    fn enqueue(&mut self, key: StepKey) -> Result<u64> {
+    /// The device, and what it runs of a step.
+    fn with_body<T>(&mut self, then: impl FnOnce(&mut D, Body<'_, D>) -> T) -> T {
         let Runner { dev, model, drafter } = self;
         let drafter: &mut dyn Drafter<D> = match drafter {
             Some(drafter) => &mut **drafter,
             None => &mut OwnBlock,
         };
-        dev.step(key, &mut |dev| model.step_with(drafter, dev, key))
+        then(dev, &mut |dev, key| model.step_with(drafter, dev, key))
+    }
+}
+
+/// What a device runs of a step.
+type Body<'a, D> = &'a mut dyn FnMut(&mut D, StepKey) -> Result<()>;
+
+impl<D: Steps> DeviceLoop for Runner<D> {
+    fn enqueue(&mut self, key: StepKey) -> Result<u64> {
+        self.with_body(|dev, body| dev.step(key, &mut |dev| body(dev, key)))
     }
 
     fn max_drafts(&self) -> u32 {

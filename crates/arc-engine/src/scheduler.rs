@@ -218,10 +218,13 @@ impl Scheduler {
         self.free_slots.push(slot);
     }
 
-    /// Takes in what a step took that made `drafts` drafts for a slot: up to its logits, and from there on.
-    pub fn observe(&mut self, rows: u32, drafts: u32, fwd_us: f64, tail_us: f64) {
+    /// Takes in what a step took that made `drafts` drafts for a slot: up to its logits, and from there on. `None`: a
+    /// drafter looked on, which takes as long as the step has rows and tells nothing of what a draft takes.
+    pub fn observe(&mut self, rows: u32, drafts: Option<u32>, fwd_us: f64, tail_us: f64) {
         self.cost.observe(rows, fwd_us + tail_us);
-        self.costs.observe(rows, drafts, fwd_us, tail_us);
+        if let Some(drafts) = drafts {
+            self.costs.observe(rows, drafts, fwd_us, tail_us);
+        }
     }
 
     /// Takes in what a step landed for a slot that drew: `rows` rows verified, `verified` of them a draft, and `tokens`
@@ -294,11 +297,8 @@ impl Scheduler {
         let part = if plan.two_part.is_empty() { Part::Whole } else { Part::Forward };
         // A drafter that has a cache wants to see every row, from the prompt on.
         let drafts = self.order.iter().map(|&slot| self.at(slot).pace.drafts()).max().unwrap_or(0);
-        let draft_rows = match plan.draft_rows {
-            0 => 0,
-            n => self.config.buckets.pad(n).min(self.running.len() as u32),
-        };
-        Some(StepKey { drafts, draft_rows, ..StepKey::new(rows, heads, CtxClass::of(plan.context), part) })
+        let draft_rows = self.config.buckets.draft_rows(rows, plan.draft_rows, self.running.len() as u32);
+        Some(StepKey::new(rows, heads, CtxClass::of(plan.context), part).drafting(drafts, draft_rows))
     }
 
     /// Rows, and heads, that the step may have for drafts beside what decodes and what begins to.

@@ -131,7 +131,7 @@ fn drafts_are_those_of_the_plain_model() {
         }
         let draft_rows = u32::from(chunks.peek().is_none());
         let n = rows.len() as u32;
-        let key = StepKey { drafts: DRAFTS as u32, draft_rows, ..StepKey::new(n, n, CtxClass::Short, Part::Whole) };
+        let key = StepKey::new(n, n, CtxClass::Short, Part::Whole).drafting(DRAFTS as u32, draft_rows);
         let heads = rows.iter().filter(|row| row.flags != 0).count();
         dev.stage(&StepDelta { admit: admits, rows: Some(rows), ..StepDelta::default() }).expect("staged");
         let step = dev.step(key, &mut |dev| model.step(dev, key)).expect("a step");

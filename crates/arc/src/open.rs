@@ -106,9 +106,6 @@ pub enum OpenError {
         /// What was asked for.
         asked: &'static str,
     },
-    /// A number of drafts on a device that makes none.
-    #[error("the CUDA device does not speculate yet; set --speculate to auto or off")]
-    Speculate,
     /// The engine did not start.
     #[error("{0}")]
     Start(String),
@@ -177,25 +174,21 @@ impl Described {
         Ok(tokenizer)
     }
 
-    /// The model as these settings load it: with its draft block, if it has one and tokens are speculated on. The CUDA
-    /// device does not draft yet.
+    /// The model as these settings load it: with its draft block, if it has one and tokens are speculated on.
     pub fn to_load(&self, config: &Config) -> ModelConfig {
         let mut model = self.config.clone();
-        if config.speculate != AutoOff::Off && config.device == Device::Cpu {
+        if config.speculate != AutoOff::Off {
             model.load_draft_block(&self.file);
         }
         model
     }
 
-    /// The most drafts that a sequence verifies in a step.
-    fn max_drafts(&self, config: &Config) -> usize {
+    /// How many drafts a step may make for a sequence, beside none; ascending.
+    fn drafts(&self, config: &Config) -> Vec<u32> {
         match (config.speculate, self.to_load(config)) {
-            (AutoOff::Off, _) => 0,
-            (speculate, ModelConfig::DeepseekV4(v4)) if v4.draft => match speculate {
-                AutoOff::Value(n) => n as usize,
-                _ => MAX_DRAFTS,
-            },
-            _ => 0,
+            (AutoOff::Value(n), ModelConfig::DeepseekV4(v4)) if v4.draft => vec![n],
+            (AutoOff::Auto, ModelConfig::DeepseekV4(v4)) if v4.draft => (1..=MAX_DRAFTS as u32).collect(),
+            _ => Vec::new(),
         }
     }
 
@@ -208,7 +201,8 @@ impl Described {
             None => model.min(CONTEXT_DEFAULT),
         };
         let slots = config.slots.value().unwrap_or(sizes.slots) as usize;
-        let decoding = (slots * (1 + self.max_drafts(config))).max(2 * slots).max(8);
+        let drafts = self.drafts(config).last().map_or(0, |&n| n as usize);
+        let decoding = (slots * (1 + drafts)).max(2 * slots).max(8);
         let heads = config.heads.value().or(sizes.heads).map_or(decoding, |n| n as usize);
         let per_context = Limits::blocks_for(context);
         let blocks = match config.kv_tokens.value() {
@@ -290,9 +284,6 @@ fn cuda_options(config: &Config) -> CudaOptions {
 
 /// Loads a described model and starts its engine, for tokens in and tokens out.
 pub fn start_engine(described: &Described, config: &Config, sizes: Sizes) -> Result<EngineHandle, OpenError> {
-    if config.device == Device::Cuda && matches!(config.speculate, AutoOff::Value(_)) {
-        return Err(OpenError::Speculate);
-    }
     let limits = described.limits(config, sizes)?;
     let vocab = u32::try_from(described.config.shape().vocab).unwrap_or(u32::MAX);
     let (file, model, set_up) = (described.file.clone(), described.to_load(config), engine_config(config, &limits));
@@ -303,7 +294,7 @@ pub fn start_engine(described: &Described, config: &Config, sizes: Sizes) -> Res
         }
         Device::Cuda => {
             let options = cuda_options(config);
-            let keys = set_up.buckets.keys(limits.heads as u32, limits.context as u32);
+            let keys = set_up.buckets.keys(&limits, &described.drafts(config));
             engine::spawn(set_up, limits, vocab, move || {
                 let mut runner = on(Cuda::new(options, limits)?, &file, &model, &limits)?;
                 if options.capture {

@@ -88,7 +88,10 @@ impl Ops for Cuda {
         softcap: Option<f32>,
         heads: usize,
     ) -> Result<()> {
-        self.matmul.logits = Some(logits.ptr());
+        // The host fetches the trunk's.
+        if !self.drafting {
+            self.matmul.logits = Some(logits.ptr());
+        }
         let view = self.view();
         let source = Source::of(x, w.cols).normed(norm);
         let gathered = Source { map: Some(view.heads()), count: Some(view.n_heads()), ..source };

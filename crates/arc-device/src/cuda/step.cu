@@ -373,6 +373,24 @@ extern "C" __global__ void __launch_bounds__(1024) step_push_drafts(StepView dra
     }
 }
 
+// For tests of speculation: drafts from a table, `script[seed][output position]`, kNone where there is none. One block.
+extern "C" __global__ void __launch_bounds__(256) step_script(StepView v, const uint32_t* script, uint32_t n, uint32_t len,
+                                                               uint32_t rows, uint32_t drafts) {
+    pdl_launch();
+    pdl_wait();
+    for (uint32_t r = threadIdx.x; r < rows; r += blockDim.x) {
+        if (!(v.rows[r].flags & kRowPropose) || v.drawn[r] == kNone) continue;
+        Slot& slot = v.slots[v.rows[r].slot];
+        if (!slot.active || slot.params.seed >= n) continue;
+        const uint32_t* coming = script + slot.params.seed * len;
+        while (slot.n_drafts < drafts && slot.takes_draft()) {
+            const uint32_t at = slot.n_out + slot.n_drafts;
+            if (at >= len || coming[at] == kNone) break;
+            slot.drafts[slot.n_drafts++] = coming[at];
+        }
+    }
+}
+
 // Streams and merged streams of the rows that draft rows continue. Grid: x over values, y over draft rows; `wide` and
 // `narrow`: values a row of either.
 extern "C" __global__ void __launch_bounds__(256) step_draft_gather(StepView draft, float* out, const float* streams,

@@ -231,7 +231,7 @@ impl<L: DeviceLoop> EngineThread<L> {
         self.burst.follow(InFlight {
             step,
             n_heads: self.plan.n_heads,
-            drafts: key.drafts,
+            drafts: (key.drafts == 0 || key.draft_rows > 0).then_some(key.drafts),
             expected_us: self.scheduler.cost().predict_us(key.rows),
             after_idle: std::mem::take(&mut self.idle),
             two_part,

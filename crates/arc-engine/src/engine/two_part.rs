@@ -18,7 +18,8 @@ use crate::stats::StepRecord;
 impl<L: DeviceLoop> EngineThread<L> {
     /// Enqueues both parts of the planned step.
     pub(super) fn two_part(&mut self, key: StepKey, record: &mut StepRecord) -> Result<u64, EngineFault> {
-        self.burst.enqueue_forward(key)?;
+        // Drafts follow the draws.
+        self.burst.enqueue_forward(key.drafting(0, 0))?;
         while self.burst.in_flight() > 0 {
             self.land()?;
             if self.burst.in_flight() > 0 {

@@ -1,6 +1,6 @@
 //! How many rows a step may have: any number, or one of those that were recorded.
 
-use arc_device::step::{CtxClass, Part, StepKey};
+use arc_device::step::{CtxClass, Limits, Part, StepKey};
 
 /// The row counts that a device runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -13,6 +13,9 @@ pub enum Buckets {
 
 /// Row counts that are recorded: dense where decoding lives, then doubling for chunks.
 const RECORDED: [u32; 19] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048];
+/// Up to so many rows, steps in which one sequence asks for drafts are recorded apart from those in which several do. More
+/// kinds would be recorded for each number of drafts too, to save rows of one layer.
+const ONE_DRAFTS: u32 = 8;
 
 impl Buckets {
     /// The recorded row counts up to `max_rows`, which is always one of them.
@@ -38,19 +41,37 @@ impl Buckets {
         }
     }
 
-    /// The keys of every step that a device may be given: none where it runs what it is given.
-    pub fn keys(&self, max_heads: u32, context: u32) -> Vec<StepKey> {
+    /// How many draft rows a step of `rows` rows has room for, where `n` are asked for and there are `slots` slots.
+    pub fn draft_rows(&self, rows: u32, n: u32, slots: u32) -> u32 {
+        match self {
+            Buckets::List(_) if n > 1 || n == 1 && rows > ONE_DRAFTS => rows.min(slots),
+            _ => n,
+        }
+    }
+
+    /// The keys of every step that a device may be given: none where it runs what it is given. `drafts`: how many a step
+    /// may make for a slot, beside none.
+    pub fn keys(&self, limits: &Limits, drafts: &[u32]) -> Vec<StepKey> {
         let Buckets::List(list) = self else { return Vec::new() };
+        let slots = limits.slots.min(limits.rows).min(limits.heads) as u32;
         let mut keys = Vec::new();
         for ctx in [CtxClass::Short, CtxClass::Medium, CtxClass::Long] {
             for &rows in list {
-                keys.push(StepKey::new(rows, 0, ctx, Part::Whole));
-                let heads = self.heads(rows, 1, max_heads);
-                keys.extend(
-                    [Part::Whole, Part::Forward, Part::Sample].map(|part| StepKey::new(rows, heads, ctx, part)),
-                );
+                let heads = self.heads(rows, 1, limits.heads as u32);
+                let headless = StepKey::new(rows, 0, ctx, Part::Whole);
+                let [whole, forward, sample] =
+                    [Part::Whole, Part::Forward, Part::Sample].map(|part| StepKey::new(rows, heads, ctx, part));
+                keys.extend([headless, whole, forward, sample]);
+                if !drafts.is_empty() {
+                    keys.extend([headless, whole, sample].map(|key| key.drafting(1, 0)));
+                }
+                let mut draft_rows = vec![self.draft_rows(rows, 1, slots), rows.min(slots)];
+                draft_rows.dedup();
+                for n in draft_rows {
+                    keys.extend(drafts.iter().flat_map(|&drafts| [whole, sample].map(|key| key.drafting(drafts, n))));
+                }
             }
-            if context <= ctx.limit() {
+            if limits.context as u64 <= u64::from(ctx.limit()) {
                 break;
             }
         }
@@ -82,16 +103,27 @@ mod tests {
     #[test]
     fn every_step_that_can_be_planned_has_a_key() {
         let list = Buckets::recorded(40);
-        let keys = list.keys(16, 4096);
+        let limits = Limits { slots: 9, rows: 40, heads: 16, context: 4096, blocks: 1, ring: 1 };
+        let (plain, all) = (list.keys(&limits, &[]), list.keys(&limits, &[1, 2, 3]));
         for n in 1..=40 {
             for heads in [0, 1, n] {
                 let rows = list.pad(n);
                 for ctx in [CtxClass::Short, CtxClass::Medium] {
                     let key = StepKey::new(rows, list.heads(rows, heads, 16), ctx, Part::Whole);
-                    assert!(keys.contains(&key), "{key}");
+                    assert!(plain.contains(&key) && all.contains(&key), "{key}");
+                    assert!(all.contains(&key.drafting(3, 0)), "{key}, every row seen by a drafter");
+                    for (drafts, wanted) in [(1, 1), (3, 2), (2, 9)] {
+                        let key = key.drafting(drafts, list.draft_rows(rows, wanted.min(n), 9));
+                        assert!(heads == 0 || all.contains(&key), "{key}");
+                    }
                 }
             }
         }
-        assert!(keys.iter().all(|key| key.ctx != CtxClass::Long) && Buckets::Exact.keys(16, 4096).is_empty());
+        let mut keys = all.clone();
+        keys.sort();
+        keys.dedup();
+        assert_eq!(keys.len(), all.len(), "each once");
+        assert!(all.iter().all(|key| key.ctx != CtxClass::Long) && Buckets::Exact.keys(&limits, &[1, 2, 3]).is_empty());
+        assert!(plain.iter().all(|key| key.drafts == 0));
     }
 }

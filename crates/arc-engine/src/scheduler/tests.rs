@@ -91,14 +91,14 @@ fn a_chunk_beside_decoding_rows_is_cut_by_the_cost_line_in_whole_buckets() {
         assert_eq!(key.rows, first, "nothing was measured");
         // 500 us a step and 100 us a row: 2.05 ms hold 15 rows.
         for rows in [1, 8, 32] {
-            s.observe(rows, 0, 500.0 + 100.0 * f64::from(rows), 0.0);
+            s.observe(rows, Some(0), 500.0 + 100.0 * f64::from(rows), 0.0);
         }
         let key = s.plan(&mut plan).expect("mixed");
         assert_eq!((key.rows, plan.n_rows, plan.n_heads), (measured, measured, 1));
         // However slow a step is, a prompt moves.
         for _ in 0..100 {
-            s.observe(1, 0, 1e6, 0.0);
-            s.observe(32, 0, 1e6, 1.0);
+            s.observe(1, Some(0), 1e6, 0.0);
+            s.observe(32, Some(0), 1e6, 1.0);
         }
         s.plan(&mut plan).expect("mixed");
         assert!((MIN_CHUNK..=2 * MIN_CHUNK).contains(&plan.prompt_rows), "{}", plan.prompt_rows);
@@ -176,7 +176,7 @@ fn drafts_are_asked_for_from_the_prompt_on_and_verified_in_the_next_step() {
     let mut plan = StepPlan::default();
     s.admit(want(6, 9)).expect("room");
     let key = s.plan(&mut plan).expect("a chunk");
-    assert_eq!((key.drafts, key.draft_rows), (2, 0), "a drafter sees every row");
+    assert_eq!((key.drafts, key.draft_rows), (1, 0), "a drafter sees every row");
     assert_eq!(plan.rows.iter().map(|r| r.target).collect::<Vec<_>>(), [101, 102, 103, 104]);
     let key = s.plan(&mut plan).expect("the rest");
     assert_eq!(table(&plan), [(0, 0, 104, 0), (0, 1, 105, ASKS)]);
@@ -246,7 +246,8 @@ fn a_sequence_whose_drafts_are_wrong_stops_drafting() {
     for step in 0..500 {
         let key = s.plan(&mut plan).expect("a step");
         let verify = key.rows - 1;
-        s.observe(key.rows, key.drafts, 1000.0 + 200.0 * f64::from(key.rows), 50.0 + 100.0 * f64::from(key.drafts));
+        let tail_us = 50.0 + 100.0 * f64::from(key.drafts);
+        s.observe(key.rows, Some(key.drafts), 1000.0 + 200.0 * f64::from(key.rows), tail_us);
         s.landed(0, verify, verify, 1);
         verified += verify;
         last = if verify > 0 { step } else { last };

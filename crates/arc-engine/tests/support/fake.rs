@@ -215,7 +215,7 @@ impl Fake {
         assert!(self.seen.len() <= key.heads as usize, "{} heads in {key}", self.seen.len());
     }
 
-    fn run_sample(&mut self, step: u64) {
+    fn run_sample(&mut self, step: u64, key: StepKey) {
         let at = (step % self.limits.ring as u64) as usize;
         let mut entry = std::mem::take(&mut self.ring[at]);
         entry.landed.clear();
@@ -297,7 +297,7 @@ impl Fake {
                 }
             }
         }
-        self.propose(log.key);
+        self.propose(key);
         // A made-up clock: a millisecond a step, a tenth of one a row, and half a millisecond to sample.
         let start_ns = self.clock_ns + 10_000;
         let sample_ns = start_ns + 1_000_000 + 100_000 * u64::from(log.decode_rows + log.prompt_rows);
@@ -557,7 +557,7 @@ impl DeviceLoop for Fake {
             self.forward = Some((step, key));
         }
         if key.part != Part::Forward {
-            self.run_sample(step);
+            self.run_sample(step, key);
             self.forward = None;
             self.enqueued = step;
             self.schedule(step);

@@ -383,7 +383,7 @@ pub(crate) struct Units<'a> {
 /// Memory that products need beside their operands.
 #[derive(Default)]
 pub(crate) struct Workspace {
-    /// Where the last output head left its logits, `[heads, vocab]`.
+    /// Where the step's output head leaves its logits, `[heads, vocab]`.
     pub logits: Option<u64>,
     /// Rows of logits on their way to the host, `[heads, vocab]`.
     pub gathered: Option<CudaBuf<f32>>,
