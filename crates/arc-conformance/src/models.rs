@@ -2,14 +2,14 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use arc_device::cpu::Cpu;
 use arc_device::cuda::{Cuda, CudaOptions};
 use arc_device::error::Result as DeviceResult;
 use arc_device::ops::sample::SamplerConfig;
-use arc_device::step::{BLOCK_TOKENS, Limits, StepKey};
-use arc_device::{Alloc, Buffers};
+use arc_device::step::{BLOCK_TOKENS, CtxClass, Limits, Part, Row, StepDelta, StepKey, row_flags};
+use arc_device::{Alloc, Buffers, DeviceLoop, Landing};
 use arc_engine::drafter::Drafter;
 use arc_engine::engine::{self, EngineConfig, EngineHandle, SampleOn, Speculate, Switches};
 use arc_engine::load::{LoadError, ModelFile};
@@ -36,6 +36,7 @@ pub fn cases(suite: &mut Suite, models: &[PathBuf]) {
         suite.case(&format!("model/{name}/greedy"), |suite| greedy(suite, path));
         suite.case(&format!("model/{name}/invariance"), |suite| invariance(suite, path));
         suite.case(&format!("model/{name}/flat"), |suite| flat(suite, path));
+        suite.case(&format!("model/{name}/replay"), |suite| replay(suite, path));
         suite.case(&format!("model/{name}/scripted_drafts"), |suite| scripted_drafts(suite, path));
         let Ok(file) = ModelFile::open(path) else { continue };
         if has_draft_block(&file) {
@@ -131,7 +132,7 @@ impl Rig {
                 })
             }
             On::Gpu { ordinal, capture } => engine::spawn(set_up, limits, vocab, move || {
-                let mut dev = Cuda::new(CudaOptions { ordinal, capture }, limits)?;
+                let mut dev = Cuda::new(CudaOptions { ordinal, capture, late: false }, limits)?;
                 let script = match drafts {
                     Drafts::Script(_, tokens) => Some(dev.ids("script", &tokens)?),
                     _ => None,
@@ -312,6 +313,34 @@ fn flat(suite: &Suite, path: &Path) -> Verdict {
             Ok(format!("{tokens} tokens; a step: fwd {fwd:.1} us, sample {sample:.1} us, gap {gap:.1} us"))
         }
     }
+}
+
+/// Every recorded step is the eager one, bit for bit; and one that warm-up missed is refused.
+fn replay(suite: &Suite, path: &Path) -> Verdict {
+    let limits = limits(16, 128);
+    let run = || -> Result<Verdict, LoadError> {
+        let file = ModelFile::open(path)?;
+        let mut config = ModelConfig::read(&file)?;
+        let drafts: &[u32] = if config.load_draft_block(&file) { &[1, 2, 3, 4] } else { &[] };
+        let keys = Buckets::recorded(limits.rows as u32).keys(&limits, drafts);
+        let options = CudaOptions { ordinal: suite.ordinal(), capture: true, late: false };
+        let mut dev = Cuda::new(options, limits)?;
+        let model = Model::load(&mut dev, &file, &config, &limits)?;
+        let mut runner = Runner::new(dev, model);
+        let began = Instant::now();
+        runner.warm_up(&keys)?;
+        let recorded = began.elapsed();
+        runner.verify_replay(&keys, &limits, config.shape().vocab as u32)?;
+        let all = began.elapsed() - recorded;
+        let missed = StepKey::new(5, 5, CtxClass::Short, Part::Whole);
+        let rows = vec![Row { flags: row_flags::PADDING, ..Row::default() }; 5];
+        runner.stage(&StepDelta { rows: Some(rows), ..StepDelta::default() })?;
+        if runner.enqueue(missed).is_ok() {
+            return Ok(Err(format!("{missed} was recorded late")));
+        }
+        Ok(Ok(format!("{} keys recorded in {:.2?}, compared in {:.2?}", keys.len(), recorded, all)))
+    };
+    run().map_err(|error| error.to_string())?
 }
 
 /// Requests that are drafted for, of every class that the device draws itself; their seeds count from 0.

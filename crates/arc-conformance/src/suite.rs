@@ -60,7 +60,7 @@ impl Suite {
 
     /// A GPU that runs eagerly.
     pub fn gpu(&self, limits: Limits) -> DeviceResult<Cuda> {
-        Cuda::new(CudaOptions { ordinal: self.ordinal, capture: false }, limits)
+        Cuda::new(CudaOptions { ordinal: self.ordinal, capture: false, late: true }, limits)
     }
 
     /// Both devices. Panics, which fails the case, where the GPU cannot be opened.

@@ -135,11 +135,13 @@ pub struct CudaOptions {
     pub ordinal: usize,
     /// Record steps and replay them.
     pub capture: bool,
+    /// Record a step that warm-up missed when it comes, which is told, instead of refusing it.
+    pub late: bool,
 }
 
 impl Default for CudaOptions {
     fn default() -> Self {
-        CudaOptions { ordinal: 0, capture: true }
+        CudaOptions { ordinal: 0, capture: true, late: true }
     }
 }
 
@@ -494,6 +496,9 @@ impl Steps for Cuda {
         self.check_key(key)?;
         if self.options.capture {
             if !self.graphs.contains_key(&key) {
+                if self.serving && !self.options.late {
+                    return Err(DeviceError::UnknownStep { key: key.to_string() });
+                }
                 if self.serving {
                     tracing::warn!(%key, "a step that warm-up missed is recorded now");
                 }
@@ -535,6 +540,10 @@ impl Steps for Cuda {
         done?;
         self.graphs.insert(key, Recorded { graph: graph?, weight_bytes });
         Ok(())
+    }
+
+    fn set_replay(&mut self, on: bool) -> bool {
+        std::mem::replace(&mut self.options.capture, on)
     }
 }
 

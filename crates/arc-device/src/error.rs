@@ -67,6 +67,16 @@ pub enum DeviceError {
         /// The key, printed.
         key: String,
     },
+    /// A recorded step and the same step run eagerly left different things.
+    #[error("step {key} leaves `{replayed}` replayed, and `{eager}` run eagerly")]
+    Replay {
+        /// The key, printed.
+        key: String,
+        /// What the eager step left, where they part.
+        eager: String,
+        /// What the replayed one did.
+        replayed: String,
+    },
     /// The ring's reader is too far behind for another step.
     #[error("the token ring is full: step {step} would overwrite step {oldest}, which was not read")]
     RingFull {

@@ -242,12 +242,18 @@ pub trait Ops: Buffers {
 /// Running steps of any model: eagerly, or recorded once and replayed.
 pub trait Steps: OpsV4 + Landing {
     /// Runs the step of this key and returns its number, counted from 1. A recording device replays what
-    /// [`Steps::record`] recorded; a key that warm-up missed is recorded late, and told.
+    /// [`Steps::record`] recorded; a key that warm-up missed is recorded late, and told, or refused.
     fn step(&mut self, key: StepKey, body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<u64>;
 
     /// Records the step of this key without running it, on a device that records.
     fn record(&mut self, _key: StepKey, _body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<()> {
         Ok(())
+    }
+
+    /// From now on a recording device replays steps, or runs them eagerly. Returns what was so before; false where nothing
+    /// is recorded.
+    fn set_replay(&mut self, _on: bool) -> bool {
+        false
     }
 }
 

@@ -1,5 +1,7 @@
 //! A model on its device, as the burst driver sees it.
 
+mod verify;
+
 use arc_device::count::Counters;
 use arc_device::error::{Fault, Result};
 use arc_device::ops::sample::SamplerConfig;

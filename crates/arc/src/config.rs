@@ -136,6 +136,8 @@ settings! {
     default_max_tokens: u32 = 8192, Kind::Int(1, 1 << 20);
     Engine: /// Record steps once and replay them
     capture: Switch = Switch::On, Kind::Choice(Switch::CHOICES);
+    Engine: /// Before serving, compare every recorded step with the same step run eagerly, bit for bit; off: a few of one row
+    verify_replay: Switch = Switch::Off, Kind::Choice(Switch::CHOICES);
     Engine: /// Let the device run a burst of steps by itself
     device_loop: Switch = Switch::On, Kind::Choice(Switch::CHOICES);
     Engine: /// Where tokens are drawn

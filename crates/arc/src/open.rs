@@ -5,13 +5,14 @@ mod tokenizer;
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
+    time::Instant,
 };
 
 use arc_device::{
     Alloc, DeviceLoop, Steps,
     cpu::Cpu,
     cuda::{Cuda, CudaOptions},
-    step::{BLOCK_TOKENS, Limits, MAX_DRAFTS},
+    step::{BLOCK_TOKENS, CtxClass, Limits, MAX_DRAFTS, Part, StepKey},
 };
 use arc_engine::{
     engine::{self, EngineConfig, EngineHandle, SampleOn as EngineSampleOn, Speculate, Switches},
@@ -279,7 +280,7 @@ fn on<D: Steps + Alloc>(
 }
 
 fn cuda_options(config: &Config) -> CudaOptions {
-    CudaOptions { ordinal: config.gpu as usize, capture: config.capture.is_on() }
+    CudaOptions { ordinal: config.gpu as usize, capture: config.capture.is_on(), late: true }
 }
 
 /// Loads a described model and starts its engine, for tokens in and tokens out.
@@ -294,11 +295,19 @@ pub fn start_engine(described: &Described, config: &Config, sizes: Sizes) -> Res
         }
         Device::Cuda => {
             let options = cuda_options(config);
-            let keys = set_up.buckets.keys(&limits, &described.drafts(config));
+            let mut keys = set_up.buckets.keys(&limits, &described.drafts(config));
+            let (steps, verify_all) = (keys.len(), config.verify_replay.is_on());
             engine::spawn(set_up, limits, vocab, move || {
                 let mut runner = on(Cuda::new(options, limits)?, &file, &model, &limits)?;
                 if options.capture {
+                    let began = Instant::now();
                     runner.warm_up(&keys)?;
+                    let recorded = began.elapsed();
+                    let one_row = |key: &StepKey| (key.rows, key.ctx, key.part) == (1, CtxClass::Short, Part::Whole);
+                    keys.retain(|key| verify_all || one_row(key));
+                    runner.verify_replay(&keys, &limits, vocab)?;
+                    let compared = began.elapsed() - recorded;
+                    tracing::info!(steps, ?recorded, verified = keys.len(), ?compared, "steps are recorded");
                 }
                 Ok::<_, LoadError>(runner)
             })
