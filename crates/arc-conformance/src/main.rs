@@ -21,6 +21,7 @@ mod matmul;
 mod models;
 mod moe;
 mod quant;
+mod row_faults;
 mod rows;
 mod sample;
 mod state;

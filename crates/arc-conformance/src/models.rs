@@ -20,6 +20,7 @@ use arc_engine::runner::Runner;
 use arc_engine::scheduler::buckets::Buckets;
 
 use crate::inputs::Rng;
+use crate::row_faults;
 use crate::suite::{Suite, Verdict};
 
 /// Two candidates that lie this close, in logits, are a near-tie: see `tests/greedy.rs` of the engine.
@@ -39,6 +40,12 @@ pub fn cases(suite: &mut Suite, models: &[PathBuf]) {
         suite.case(&format!("model/{name}/replay"), |suite| replay(suite, path));
         suite.case(&format!("model/{name}/scripted_drafts"), |suite| scripted_drafts(suite, path));
         let Ok(file) = ModelFile::open(path) else { continue };
+        if row_faults::can_be_poisoned(&file) {
+            suite.case(&format!("model/{name}/row_faults"), |suite| row_faults::rows(suite, path));
+        }
+        if path.is_file() {
+            suite.case(&format!("model/{name}/serve_trap"), |suite| row_faults::server(suite, path));
+        }
         if has_draft_block(&file) {
             for numerics in [Numerics::Reference, Numerics::Serving] {
                 let name = format!("model/{name}/own_drafts/{}", numerics.name());
@@ -53,9 +60,11 @@ fn has_draft_block(file: &ModelFile) -> bool {
 }
 
 /// An engine over a model.
-struct Rig {
-    engine: EngineHandle,
-    vocab: u32,
+pub struct Rig {
+    /// Its handle.
+    pub engine: EngineHandle,
+    /// Ids of the model.
+    pub vocab: u32,
 }
 
 /// Which device, and how.
@@ -65,7 +74,8 @@ enum On {
     Gpu { ordinal: usize, capture: bool },
 }
 
-fn limits(slots: usize, rows: usize) -> Limits {
+/// Room for `slots` sequences of the longest kind.
+pub fn limits(slots: usize, rows: usize) -> Limits {
     let blocks = slots * CONTEXT.div_ceil(BLOCK_TOKENS);
     Limits { slots, rows, heads: rows.min(256), context: CONTEXT, blocks, ring: 32 }
 }
@@ -176,7 +186,8 @@ fn wait(events: &Receiver<Event>) -> Result<Vec<TokenEvent>, String> {
     }
 }
 
-fn prompt(rng: &mut Rng, len: usize, vocab: u32) -> Vec<u32> {
+/// Random ids.
+pub fn prompt(rng: &mut Rng, len: usize, vocab: u32) -> Vec<u32> {
     (0..len).map(|_| rng.below(vocab as usize) as u32).collect()
 }
 

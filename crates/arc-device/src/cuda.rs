@@ -178,6 +178,8 @@ pub struct Cuda {
     /// Launches are followed by a wait, so that an error names the kernel that caused it.
     blame: bool,
     trace: Option<trace::Trace>,
+    /// For tests of faults: a sequence of this seed makes a kernel trap when it is admitted.
+    trap_seed: Option<u64>,
     /// Pinned memory of uploads, until `finish`.
     chute: Option<upload::Chute>,
     pub(crate) matmul: crate::ops::matmul::cuda::Workspace,
@@ -208,6 +210,7 @@ impl Cuda {
             current: None,
             blame: std::env::var_os("ARC_CUDA_BLAME").is_some(),
             trace: None,
+            trap_seed: std::env::var("ARC_CUDA_TRAP_SEED").ok().and_then(|seed| seed.parse().ok()),
             chute: None,
             matmul: crate::ops::matmul::cuda::Workspace::default(),
             kv: crate::ops::kv::cuda::Workspace::default(),
@@ -560,7 +563,11 @@ impl Landing for Cuda {
             self.launch_with(kernel!("step_apply"), Grid::new(blob.records, 256), args, false)
         });
         self.state = Some(state);
-        done
+        done?;
+        if self.trap_seed.is_some_and(|seed| delta.admit.iter().any(|init| init.sampling.seed == seed)) {
+            self.inject_trap()?;
+        }
+        Ok(())
     }
 
     fn can_finish(&self, sampling: &SamplerConfig) -> bool {
