@@ -9,6 +9,8 @@ pub struct Counters {
     pub launches: u64,
     /// Recorded steps replayed.
     pub graph_launches: u64,
+    /// Kernels of the steps that were replayed.
+    pub graph_kernels: u64,
     /// Buffers allocated.
     pub allocs: u64,
     /// Buffers freed.
@@ -36,6 +38,7 @@ impl std::ops::Sub for Counters {
         Counters {
             launches: self.launches - before.launches,
             graph_launches: self.graph_launches - before.graph_launches,
+            graph_kernels: self.graph_kernels - before.graph_kernels,
             allocs: self.allocs - before.allocs,
             frees: self.frees - before.frees,
             syncs: self.syncs - before.syncs,

@@ -509,6 +509,7 @@ impl Steps for Cuda {
             }
             let recorded = &self.graphs[&key];
             self.counters.graph_launches += 1;
+            self.counters.graph_kernels += recorded.graph.nodes as u64;
             self.counters.weight_bytes += recorded.weight_bytes;
             if let Some(trace) = &mut self.trace {
                 trace.replay(key, self.counters.weight_bytes);

@@ -28,6 +28,8 @@ pub struct StepRecord {
     pub launches: u64,
     /// Recorded steps replayed.
     pub graph_launches: u64,
+    /// Kernels of the recorded steps.
+    pub graph_kernels: u64,
     /// Device buffers allocated.
     pub allocs: u64,
     /// Device buffers freed.
@@ -67,6 +69,7 @@ impl StepRecord {
     pub fn count(&mut self, c: Counters) {
         self.launches = c.launches;
         self.graph_launches = c.graph_launches;
+        self.graph_kernels = c.graph_kernels;
         self.allocs = c.allocs;
         self.frees = c.frees;
         self.syncs = c.syncs;

@@ -18,6 +18,7 @@ use arc_device::ops::sample::SamplerConfig;
 use arc_engine::{
     engine::{EngineHandle, Shutdown},
     request::{Event, EventSink, FinishReason, Request},
+    stats::StepRecord,
 };
 use serde_json::{Value, json};
 
@@ -75,6 +76,7 @@ impl Series {
 /// One decode run.
 struct Decode {
     tokens_per_s: f64,
+    step: Value,
     bytes_per_step: f64,
     bytes_per_s: f64,
 }
@@ -137,6 +139,7 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
                 "tokens_per_s": decode.json(),
                 "bytes_per_step": bytes_per_step,
                 "bytes_per_s": bandwidth.json(),
+                "step": decodes.last().map(|d| &d.step),
             });
         }
         writeln!(out, "{body:#}")?;
@@ -187,8 +190,27 @@ fn decode(engine: &EngineHandle, args: &Args, vocab: u32, rep: u32) -> Result<De
     let n_steps = tokens as f64 * steps.len() as f64 / landed.max(1) as f64;
     Ok(Decode {
         tokens_per_s: tokens as f64 / seconds,
+        step: step_json(&steps),
         bytes_per_step,
         bytes_per_s: bytes_per_step * n_steps / seconds,
+    })
+}
+
+/// What a step was and took: medians, so that a prompt's step or one after a pause does not show.
+fn step_json(steps: &[StepRecord]) -> Value {
+    let median = |of: fn(&StepRecord) -> f64| {
+        if steps.is_empty() { 0.0 } else { Series(steps.iter().map(of).collect()).median() }
+    };
+    json!({
+        "rows": median(|s| s.rows.into()),
+        "drafted": median(|s| s.drafted.into()),
+        "tokens": median(|s| s.tokens.into()),
+        "fwd_us": median(|s| s.fwd_us),
+        "sample_us": median(|s| s.sample_us),
+        "gap_us": median(|s| s.gap_us),
+        "launches": median(|s| s.launches as f64),
+        "graph_launches": median(|s| s.graph_launches as f64),
+        "graph_kernels": median(|s| s.graph_kernels as f64),
     })
 }
 
