@@ -34,7 +34,13 @@ bench() {
 import json, sys
 report = json.load(open(sys.argv[1]))
 rate = lambda part: report[part]["tokens_per_s"]["median"]
-print(", ".join("%s %.0f tok/s" % (part, rate(part)) for part in ("prefill", "decode") if part in report))' \
+told = ["%s %.0f tok/s" % (part, rate(part)) for part in ("prefill", "decode") if part in report]
+if mixed := report.get("mixed"):
+    gaps = ["%.2f/%.2f" % (mixed[part]["p50"], mixed[part]["p99"]) for part in ("quiet_ms", "entering_ms")]
+    told = ["ms to the next token, p50/p99: %s, %s while a prompt enters" % tuple(gaps)]
+    told.append("its first token after %.1f ms" % mixed["ttft_ms"]["median"])
+    told.append("%.0f steps waited, at most %.0f" % (mixed["waited_steps"]["median"], mixed["waited_steps"]["max"]))
+print(", ".join(told))' \
         "results/$name.json")"
 }
 
@@ -46,6 +52,9 @@ for model in models/*.gguf; do
         bench "$name-host" "$model" --batch $batch --pp 128 --tg 256 --reps 3 --sample-on host
         bench "$name-eager" "$model" --batch $batch --pp 128 --tg 256 --reps 3 --capture off
         bench "$name-step" "$model" --batch $batch --pp 128 --tg 256 --reps 3 --device-loop off
+    done
+    for burst in 8 32; do
+        bench "$(basename "$model" .gguf)-burst$burst" "$model" --mixed --batch 64 --pp 1024 --tg 512 --reps 5 --burst $burst
     done
 done
 

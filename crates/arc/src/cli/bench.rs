@@ -1,6 +1,7 @@
 //! `arc bench`: what this machine reaches with a model, through the engine's own front door.
 
 mod bandwidth;
+mod mixed;
 
 use std::{
     io::{self, Write},
@@ -23,6 +24,7 @@ use arc_engine::{
 use serde_json::{Value, json};
 
 use super::{EngineFlags, open_model};
+use mixed::Mixed;
 
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -40,6 +42,9 @@ pub struct Args {
     /// Measured repetitions, after one that is not
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     reps: u32,
+    /// Measure instead how the sequences feel a prompt that arrives while they decode, and what it waits
+    #[arg(long)]
+    mixed: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -85,22 +90,32 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     if args.pp == 0 && args.tg == 0 {
         bail!("nothing to measure: --pp and --tg are both 0");
     }
+    if args.mixed && (args.pp == 0 || args.tg == 0) {
+        bail!("--mixed needs both --pp and --tg");
+    }
     let model = open_model(&args.model, config)?;
     // Room for every sequence at once, whatever the defaults for sharing are.
     let mut sized = config.clone();
     let longest = (args.pp + 1).max(args.tg + 2);
+    let seqs = args.batch + u32::from(args.mixed);
     if config.kv_tokens.value().is_none() {
-        sized.kv_tokens = arc::config::Auto::Value((longest.next_multiple_of(32)) * args.batch);
+        sized.kv_tokens = arc::config::Auto::Value((longest.next_multiple_of(32)) * seqs);
     }
     let threads = open::threads(config);
     let on_cpu = config.device == Device::Cpu;
     // What the processor can read says nothing of a GPU.
     let roof = on_cpu.then(|| bandwidth::read_bytes_per_s(threads));
     // Token ids are all it takes, so that a model without a tokenizer can be measured too.
-    let engine = &open::start_engine(&model, &sized, Sizes::slots(args.batch))?;
+    let engine = &open::start_engine(&model, &sized, Sizes::slots(seqs))?;
     let vocab = engine.limits().vocab;
-    let (mut prefills, mut decodes) = (Vec::new(), Vec::new());
+    let (mut prefills, mut decodes, mut mixed) = (Vec::new(), Vec::new(), Mixed::default());
     for rep in 0..=args.reps {
+        if args.mixed {
+            // The first tells the scheduler what steps cost.
+            mixed.arrival(engine, args, vocab, rep)?;
+            mixed = if rep == 0 { Mixed::default() } else { mixed };
+            continue;
+        }
         // Prefill and decode take turns, so that a drift of the machine touches both.
         let prefill = (args.pp > 0).then(|| prefill(engine, args, vocab, rep)).transpose()?;
         let decode = (args.tg > 0).then(|| decode(engine, args, vocab, rep)).transpose()?;
@@ -130,10 +145,17 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
             body["threads"] = json!(threads);
             body["read_bytes_per_s"] = json!(roof);
         }
-        if args.pp > 0 {
-            body["prefill"] = json!({"tokens": args.pp, "tokens_per_s": prefill.json()});
+        if args.mixed {
+            body["mixed"] = mixed.json(args);
         }
-        if args.tg > 0 {
+        if args.pp > 0 && !args.mixed {
+            // Of the last sequence to have one.
+            let ms = |rate: &f64| 1e3 * f64::from(args.pp * args.batch) / rate;
+            let first_token = Series(prefill.0.iter().map(ms).collect());
+            let (rate, first_token) = (prefill.json(), first_token.json());
+            body["prefill"] = json!({"tokens": args.pp, "tokens_per_s": rate, "first_token_ms": first_token});
+        }
+        if args.tg > 0 && !args.mixed {
             body["decode"] = json!({
                 "tokens": args.tg,
                 "tokens_per_s": decode.json(),
@@ -152,6 +174,10 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
         format!("GPU {}", config.gpu)
     };
     writeln!(out, "{}, {} on {place}", args.model, model.main_format())?;
+    if args.mixed {
+        writeln!(out, "{}", mixed.text(args))?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let of_roof = roof.map(|roof| format!("{:.1} GB/s that {threads} thread{plural} can read", roof / 1e9));
     if args.pp > 0 {
         writeln!(out, "prefill {:>5} x {:<3} {}", args.pp, args.batch, prefill.text())?;
