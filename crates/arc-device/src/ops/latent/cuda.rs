@@ -260,10 +260,10 @@ impl Cuda {
         rows: usize,
     ) -> Result<()> {
         let source = Source::of(h, w.low.cols);
-        self.product_of(&w.low, source.rounded(layer.inputs), stored(&ws.low, &w.low), rows)?;
-        let Some(pool) = &w.pool else { return Ok(()) };
+        let low = (&w.low, source.rounded(layer.inputs), stored(&ws.low, &w.low));
+        let Some(pool) = &w.pool else { return self.product_of(low.0, low.1, low.2, rows) };
         // Compressors and index weights read what is not rounded.
-        self.product_of(&pool.matrix, source, stored(&ws.pool, &pool.matrix), rows)
+        self.product_both(low, (&pool.matrix, source, stored(&ws.pool, &pool.matrix)), rows)
     }
 
     /// The stage `attn_q_kv`.

@@ -285,6 +285,11 @@ impl Source {
         }
     }
 
+    /// Whether inputs are the rows themselves.
+    fn as_it_is(&self) -> bool {
+        self.norm.is_none() && self.map.is_none() && self.inputs == Inputs::F32 && self.stride == self.cols
+    }
+
     fn prepare(&self) -> Prepare {
         let (weight, eps) = self.norm.unwrap_or((0, 0.0));
         Prepare {
@@ -479,8 +484,7 @@ impl Workspace {
 
     /// Which buffers have the int8 inputs that `from` says.
     fn ready(&self, from: &Source, rows: usize) -> Option<usize> {
-        let as_it_is = from.norm.is_none() && from.map.is_none() && from.inputs == Inputs::F32 && from.stride == from.cols;
-        let ready = self.ready.filter(|ready| as_it_is && ready.x == from.x && ready.cols == from.cols)?;
+        let ready = self.ready.filter(|ready| from.as_it_is() && ready.x == from.x && ready.cols == from.cols)?;
         (rows <= ready.rows).then_some(ready.which)
     }
 }
@@ -527,22 +531,29 @@ impl Cuda {
         Given { codes: self.matmul.codes(0), floats: self.matmul.inputs(0).floats.ptr(), making: None }
     }
 
+    /// Inputs of a product with `w` that are there already.
+    fn there(&self, w: &CudaMatrix, from: Source, rows: usize) -> Option<Given> {
+        let (from, reads) = (from.for_matrix(w), w.reads());
+        let ready = self.matmul.ready(&from, rows);
+        if reads.codes && ready.is_none() || reads.floats && !from.as_it_is() {
+            return None;
+        }
+        let codes = ready.map_or(Codes::default(), |which| self.matmul.codes(which));
+        Some(Given { codes, floats: from.x, making: None })
+    }
+
     /// Inputs of a product with `w`: those that are there, or that its own kernel makes of few rows, or that a kernel of
     /// their own makes.
     fn given(&mut self, w: &CudaMatrix, from: Source, rows: usize) -> Result<Given> {
-        let (from, reads) = (from.for_matrix(w), w.reads());
-        let mut given = self.prepared();
-        let as_it_is = from.norm.is_none() && from.map.is_none() && from.inputs == Inputs::F32 && from.stride == from.cols;
-        let ready = self.matmul.ready(&from, rows);
-        if (!reads.floats || as_it_is) && (!reads.codes || ready.is_some()) {
-            given.floats = from.x;
-            given.codes = ready.map_or(given.codes, |which| self.matmul.codes(which));
-        } else if rows <= MAKES_ROWS && (from.norm.is_none() || w.cols <= MAKES_COLS) {
-            given.making = Some(from);
-        } else {
-            self.prepare(reads, from, rows)?;
+        if let Some(given) = self.there(w, from, rows) {
+            return Ok(given);
         }
-        Ok(given)
+        let from = from.for_matrix(w);
+        if rows <= MAKES_ROWS && (from.norm.is_none() || w.cols <= MAKES_COLS) {
+            return Ok(Given { making: Some(from), ..self.prepared() });
+        }
+        self.prepare(w.reads(), from, rows)?;
+        Ok(self.prepared())
     }
 
     /// `out[r] = then(w * from[r])`. What `from` names must not be what `out` names.
@@ -554,6 +565,40 @@ impl Cuda {
     /// `out[r] = then(w * input r)` for `rows` inputs of the last [`prepare`](Self::prepare).
     pub(crate) fn product(&mut self, w: &CudaMatrix, out: Out, rows: usize) -> Result<()> {
         self.product_given(w, self.prepared(), out, rows)
+    }
+
+    /// Two products of one row, of Q8_0 and of F16 weights, in one launch where that can be: their inputs are there, and each
+    /// matrix is one segment after the other of one format.
+    pub(crate) fn product_both(
+        &mut self,
+        a: (&CudaMatrix, Source, Out),
+        b: (&CudaMatrix, Source, Out),
+        rows: usize,
+    ) -> Result<()> {
+        let all = |w: &CudaMatrix, format| w.parts.len() <= MAX_SEGS && w.parts.iter().all(|part| part.format == format);
+        let fit = rows == 1 && all(a.0, Format::Q8_0) && all(b.0, Format::F16);
+        let there = self.there(a.0, a.1, rows).zip(self.there(b.0, b.1, rows)).filter(|_| fit);
+        let Some((given_a, given_b)) = there else {
+            self.product_of(a.0, a.1, a.2, rows)?;
+            return self.product_of(b.0, b.1, b.2, rows);
+        };
+        let mut one = self.product_args(a.0, &a.0.parts, given_a, a.2, rows);
+        let mut two = self.product_args(b.0, &b.0.parts, given_b, b.2, rows);
+        // So many blocks each that the one with the most bytes has as few as can be.
+        let processors = self.multiprocessors();
+        let load = |product: &Product, format, blocks: u32| {
+            product.groups.div_ceil(blocks) as usize * product.cut.group_bytes(format)
+        };
+        let worst = |blocks: &u32| load(&one, Format::Q8_0, *blocks).max(load(&two, Format::F16, processors - blocks));
+        let first = (1..processors).min_by_key(worst).expect("a device has several multiprocessors");
+        let shape = one.cut_blocks(1, Format::Q8_0, 1, false, first);
+        let other = two.cut_blocks(1, Format::F16, 1, false, processors - first);
+        let (shape, other) = shape.zip(other).expect("one row of a matrix fits");
+        self.counters.weight_bytes += (a.0.bytes() + b.0.bytes()) as u64;
+        let grid = Grid::new(shape.blocks + other.blocks, shape.threads.max(other.threads));
+        let grid = grid.shared(shape.shared.max(other.shared));
+        let args = &[Arg::of(&one), Arg::of(&two), Arg::from(shape.blocks)];
+        self.launch(kernel!("arc_matmul_gemv_q8_0_and_f16"), grid, args)
     }
 
     fn product_given(&mut self, w: &CudaMatrix, given: Given, out: Out, rows: usize) -> Result<()> {
@@ -624,19 +669,8 @@ impl Cuda {
         })
     }
 
-    /// Launches a product over `parts`, whose first part's outputs begin at its own first row.
-    fn launch_product(
-        &mut self,
-        w: &CudaMatrix,
-        parts: &[Part],
-        given: Given,
-        out: Out,
-        rows: usize,
-        set: impl FnOnce(&mut Product),
-    ) -> Result<()> {
-        if rows == 0 || parts.iter().all(|part| part.rows == 0) {
-            return Ok(());
-        }
+    /// What a kernel is told of a product over `parts`, whose first part's outputs begin at its own first row.
+    fn product_args(&self, w: &CudaMatrix, parts: &[Part], given: Given, out: Out, rows: usize) -> Product {
         let (segs, groups) = w.segs(parts);
         let float = parts[0].format.coding() == Coding::Float;
         let (epilogue, aux, scalar) = match out.then {
@@ -649,7 +683,7 @@ impl Cuda {
             Then::ClampedSilu { limit } => (6, 0, limit),
             Then::Routed { products, .. } => (7, products, 0.0),
         };
-        let mut product = Product {
+        Product {
             segs,
             n_segs: parts.len() as u32,
             cut: w.cut,
@@ -678,7 +712,7 @@ impl Cuda {
             gather: 0,
             scatter: 0,
             experts: 0,
-            infos: 0,
+            infos: if let Then::Routed { .. } = out.then { self.view().infos() } else { 0 },
             out_q: 0,
             out_d: 0,
             out_sums: 0,
@@ -693,10 +727,23 @@ impl Cuda {
             ring_at: 0,
             warps: 0,
             late: 0,
-        };
-        if let Then::Routed { .. } = out.then {
-            product.infos = self.view().infos();
         }
+    }
+
+    /// Launches a product over `parts`.
+    fn launch_product(
+        &mut self,
+        w: &CudaMatrix,
+        parts: &[Part],
+        given: Given,
+        out: Out,
+        rows: usize,
+        set: impl FnOnce(&mut Product),
+    ) -> Result<()> {
+        if rows == 0 || parts.iter().all(|part| part.rows == 0) {
+            return Ok(());
+        }
+        let mut product = self.product_args(w, parts, given, out, rows);
         set(&mut product);
         let format = parts[0].format;
         if rows > FEW_ROWS || product.bounds != 0 {

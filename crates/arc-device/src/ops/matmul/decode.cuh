@@ -75,17 +75,22 @@ __device__ __forceinline__ uint2 fp4(uint32_t v) {
     return make_uint2(__byte_perm(p0, n0, sign), __byte_perm(p1, n1, sign >> 16));
 }
 
-// Eight values of IQ2_XXS, group g of a block: two words of signed bytes. `patterns`: a table whose entries stand COPIES
-// times.
-template <uint32_t COPIES = 1>
+// Bytes that the nibbles of a selector name, of eight; their top bits are known to be 0, which __byte_perm sees to.
+__device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) {
+    uint32_t r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(low), "r"(high), "r"(selector));
+    return r;
+}
+
+// Eight values of IQ2_XXS, group g of a block: two words of signed bytes.
 __device__ __forceinline__ uint2 iq2(uint32_t index, uint32_t signs, int g, const uint32_t* patterns) {
     // The signs of values 0 to 6 at bit 0 of their nibbles; the eighth makes the number of negatives even: the product
     // counts the others in its top nibble.
     const uint32_t seven = (signs >> g) & 0x01111111u;
     const uint32_t eight = seven ^ ((seven * 0x11111111u) & 0x10000000u);
     // A sign at bit 2 turns the selector of byte_perm to the negatives.
-    const uint32_t at = patterns[((index >> (8 * g)) & 255u) * COPIES] + (eight << 2);
-    return make_uint2(__byte_perm(0x002b1908u, 0x00d5e7f8u, at), __byte_perm(0x002b1908u, 0x00d5e7f8u, at >> 16));
+    const uint32_t at = patterns[(index >> (8 * g)) & 255u] + (eight << 2);
+    return make_uint2(permute(0x002b1908u, 0x00d5e7f8u, at), permute(0x002b1908u, 0x00d5e7f8u, at >> 16));
 }
 
 // Scale and minimum of block s from the head of Q4_K and Q5_K.

@@ -160,7 +160,7 @@ __device__ __forceinline__ void dot_slice(const uint8_t* tile, int lane, int col
         dot_floats<NR, F>(tile, lane, cols, x, acc);
     } else {
         // q8_0 has the most to load.
-        constexpr int kUnroll = F == Q8_0 ? 2 : 8;
+        constexpr int kUnroll = F == Q8_0 ? 4 : 8;
         Add<NR, F> add{x, acc};
         if (unit_len(F) == 32 && cols != kSlice) {
             each_block<F, false, 1>(tile, lane, cols / 32, x.patterns, add);

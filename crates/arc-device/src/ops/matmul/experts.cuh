@@ -39,9 +39,6 @@ struct Experts {
 };
 static_assert(sizeof(Experts) == 248);
 
-// Copies of the table of IQ2_XXS: a bank a lane, so that no two lanes wait for each other.
-constexpr uint32_t kTableCopies = 32;
-
 // What a lane's slices of a gate and an up tile make of one row, which is read once for both.
 template <uint32_t F>
 __device__ __forceinline__ void dot_pair(const Cut& cut, const uint8_t* gate, const uint8_t* up, uint32_t t, const Staged& in, float* to) {
@@ -49,7 +46,7 @@ __device__ __forceinline__ void dot_pair(const Cut& cut, const uint8_t* gate, co
         const uint32_t lane = threadIdx.x & 31, slice = cut.slice_of(t, lane);
         const uint8_t* q = in.q + slice * 272;
         const float* dx = reinterpret_cast<const float*>(in.d) + slice * 8;
-        const uint32_t* table = reinterpret_cast<const uint32_t*>(in.table) + lane;
+        const uint32_t* table = reinterpret_cast<const uint32_t*>(in.table);
         const uint8_t* tiles[2] = {gate, up};
         float d[2], acc[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -68,7 +65,7 @@ __device__ __forceinline__ void dot_pair(const Cut& cut, const uint8_t* gate, co
                     int dot = 0;
 #pragma unroll
                     for (int g = 0; g < 4; ++g) {
-                        const uint2 two = iq2<kTableCopies>(index, signs, g, table);
+                        const uint2 two = iq2(index, signs, g, table);
                         const uint4& half = g < 2 ? x0 : x1;
                         dot = __dp4a((int)two.x, (int)word(half, 2 * g % 4), dot);
                         dot = __dp4a((int)two.y, (int)word(half, 2 * g % 4 + 1), dot);
@@ -171,7 +168,7 @@ struct ExpertsOf {
             asked.j += warps;
         };
         for (uint32_t i = 0; i < p.stages; ++i) ask_next();
-        make_table<F, kTableCopies>(smem + p.table_at);
+        make_table<F>(smem + p.table_at);
         pdl_wait();
         pdl_launch();
         if (alone) {
@@ -267,7 +264,7 @@ struct ExpertsOf {
             }
         };
         for (uint32_t i = 0; i < p.stages; ++i) ask_next();
-        make_table<F, 1>(smem + p.table_at);
+        make_table<F>(smem + p.table_at);
         pdl_wait();
         uint32_t at_place = 0, parity = 0, shared_parity = 0, row_there = 0xffffffffu;
         bool second = false;
@@ -347,11 +344,11 @@ struct ExpertsOf {
 };
 
 #define ARC_EXPERTS(NAME, FORMAT)                                                                                        \
-    extern "C" __global__ void __launch_bounds__(384, 2) arc_matmul_experts_up_##NAME(const __grid_constant__ arc::Experts p) { \
+    extern "C" __global__ void __launch_bounds__(512, 1) arc_matmul_experts_up_##NAME(const __grid_constant__ arc::Experts p) { \
         extern __shared__ __align__(128) uint8_t smem[];                                                                 \
         arc::ExpertsOf<FORMAT>(p, smem).up();                                                                            \
     }                                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(384, 2) arc_matmul_experts_down_##NAME(const __grid_constant__ arc::Experts p) { \
+    extern "C" __global__ void __launch_bounds__(512, 1) arc_matmul_experts_down_##NAME(const __grid_constant__ arc::Experts p) { \
         extern __shared__ __align__(128) uint8_t smem[];                                                                 \
         arc::ExpertsOf<FORMAT>(p, smem).down();                                                                          \
     }

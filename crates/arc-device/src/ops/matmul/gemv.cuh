@@ -179,7 +179,7 @@ struct Gemv {
             next(asked);
         };
         for (uint32_t i = 0; i < p.stages; ++i) ask();
-        make_table<F, 1>(smem + p.table_at);
+        make_table<F>(smem + p.table_at);
         if (NR <= 2 && source.x != 0) ask_norm();
         pdl_wait();
         if (p.late) pdl_launch();
@@ -237,7 +237,7 @@ struct Gemv {
 };
 
 // Threads of a block, blocks of a multiprocessor.
-#define ARC_GEMV_BOUNDS_1 320, 2
+#define ARC_GEMV_BOUNDS_1 512, 1
 #define ARC_GEMV_BOUNDS_2 512, 1
 #define ARC_GEMV_BOUNDS_4 384, 1
 #define ARC_GEMV_BOUNDS_8 384, 1

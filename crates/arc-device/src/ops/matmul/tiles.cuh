@@ -97,12 +97,12 @@ __device__ __forceinline__ float total(const Cut& cut, const float* at, uint32_t
     return sum;
 }
 
-// The table that IQ2_XXS looks magnitudes up in, an entry COPIES times in a row.
-template <uint32_t F, uint32_t COPIES>
+// The table that IQ2_XXS looks magnitudes up in.
+template <uint32_t F>
 __device__ __forceinline__ void make_table(uint8_t* to) {
     if constexpr (F == IQ2_XXS) {
         uint32_t* table = reinterpret_cast<uint32_t*>(to);
-        for (uint32_t i = threadIdx.x; i < 256 * COPIES; i += blockDim.x) table[i] = spread_pattern(kPatterns[i / COPIES]);
+        for (uint32_t i = threadIdx.x; i < 256; i += blockDim.x) table[i] = spread_pattern(kPatterns[i]);
     }
 }
 

@@ -5,12 +5,12 @@ use crate::format::Format;
 use crate::ops::matmul::SLICE;
 
 /// Warps of a block.
-const WARPS: u32 = 12;
+const WARPS: u32 = 16;
 /// Outputs of a unit.
 const UNIT: u32 = 32;
-/// Shared memory of a block, unless it needs more: of both kernels side by side there is room for what runs and what comes.
-const UP_SHARED: u32 = 146 << 10;
-const DOWN_SHARED: u32 = 113 << 10;
+/// Shared memory of a block of gated units, unless it needs more: half of what there is, so that such a block and its
+/// weights can be there while the kernel before it runs. Measured.
+const UP_SHARED: u32 = 113 << 10;
 /// Tiles of a step whose partial sums a block keeps.
 const STEP_TILES: u32 = 96;
 
@@ -82,7 +82,7 @@ impl Experts {
             tile: 2 * tile_bytes(format, SLICE) as u32,
             shared_tiles: 0,
             most_stages: (self.each * per_unit).div_ceil(WARPS),
-            table: if format == Format::Iq2Xxs { 32 << 10 } else { 0 },
+            table: if format == Format::Iq2Xxs { 1 << 10 } else { 0 },
             partials: halves * self.at_once * 2 * per_unit,
             sums: 0,
             most: UP_SHARED,
@@ -109,7 +109,7 @@ impl Experts {
             table: if format == Format::Iq2Xxs { 1 << 10 } else { 0 },
             partials: halves * self.most_staged * of_expert,
             sums: 4 * UNIT * self.most_staged,
-            most: DOWN_SHARED,
+            most: MAX_SHARED,
         };
         self.place(blocks, &room)
     }

@@ -207,15 +207,13 @@ pub(crate) fn rows_taken(rows: usize) -> usize {
 
 /// Rows that a kernel may make the inputs of by itself.
 pub(crate) const MAKES_ROWS: usize = 2;
-/// Most and fewest warps of a block, by kernel: as its launch bounds say, and so many that rows come in quickly.
-const WARPS: [u32; 4] = [10, 16, 12, 12];
-const LEAST_WARPS: [u32; 4] = [8, 1, 1, 1];
+/// Warps of a block, by kernel: as its launch bounds say.
+const WARPS: [u32; 4] = [16, 16, 12, 12];
+/// Warps of a block of one row, should its tiles want fewer: so many that the row comes in quickly.
+const LEAST_WARPS: u32 = 8;
 /// Of large tiles, fewer warps that have two in flight are better than more that have one.
 const LARGE_TILE: u32 = 8192;
 const WARPS_OF_LARGE: u32 = 11;
-/// Shared memory of a block of one row: two such blocks fit a multiprocessor, so that the next kernel's weights are on
-/// their way while this one computes.
-pub(super) const HALF_SHARED: u32 = (228 << 10) / 2 - 1024;
 /// Tiles of a step, at one row: what their partial sums take is bounded.
 const STEP_TILES: u32 = 64;
 
@@ -269,8 +267,7 @@ impl Product {
             self.ring_at = at.next_multiple_of(128);
             self.ring_at + warps * stages * self.stage_bytes
         };
-        let room = if taken == 1 && shared(1, 1) <= HALF_SHARED { HALF_SHARED } else { MAX_SHARED };
-        while shared(warps, 1) > room {
+        while shared(warps, 1) > MAX_SHARED {
             warps -= 1;
             if warps == 0 {
                 return None;
@@ -279,10 +276,10 @@ impl Product {
         // As many tiles in flight as there is room for, and no more than a warp ever takes.
         let rounds = steps.div_ceil(multiprocessors);
         let each = rounds * items.div_ceil(warps);
-        let stages = (1..=each.min(8)).rev().find(|stages| shared(warps, *stages) <= room).unwrap_or(1);
+        let stages = (1..=each.min(8)).rev().find(|stages| shared(warps, *stages) <= MAX_SHARED).unwrap_or(1);
         (self.stages, self.warps) = (stages, warps);
         let shared = shared(warps, stages);
-        let threads = 32 * warps.max(LEAST_WARPS[taken.ilog2() as usize]);
+        let threads = 32 * warps.max(if taken == 1 { LEAST_WARPS } else { 1 });
         Some(Shape { blocks: steps.div_ceil(rounds), threads, shared })
     }
 }
