@@ -84,13 +84,20 @@ __device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high, uint32_
 
 // Eight values of IQ2_XXS, group g of a block: two words of signed bytes.
 __device__ __forceinline__ uint2 iq2(uint32_t index, uint32_t signs, int g, const uint32_t* patterns) {
-    // The signs of values 0 to 6 at bit 0 of their nibbles; the eighth makes the number of negatives even: the product
-    // counts the others in its top nibble.
-    const uint32_t seven = (signs >> g) & 0x01111111u;
-    const uint32_t eight = seven ^ ((seven * 0x11111111u) & 0x10000000u);
-    // A sign at bit 2 turns the selector of byte_perm to the negatives.
-    const uint32_t at = patterns[(index >> (8 * g)) & 255u] + (eight << 2);
+    // The signs of values 0 to 6 at bit 2 of their nibbles, where one turns the selector to the negatives; the eighth makes
+    // the number of negatives even: the product counts the others in its top nibble.
+    const uint32_t seven = (g < 2 ? signs << (2 - g) : signs >> (g - 2)) & 0x04444444u;
+    const uint32_t eight = seven ^ ((seven * 0x11111111u) & 0x40000000u);
+    const uint32_t at = patterns[permute(index, 0, 0x4440 | g)] | eight;
     return make_uint2(permute(0x002b1908u, 0x00d5e7f8u, at), permute(0x002b1908u, 0x00d5e7f8u, at >> 16));
+}
+
+// The scale of a block of IQ2_XXS, of d / 8 of the row and the block's signs: d8 (2 s + 1), s their top four bits. An eighth
+// commutes with every rounding here.
+__device__ __forceinline__ float iq2_scale(float d8, uint32_t signs) {
+    // s is 2^23 less than a float; 2 s + 1 is exact.
+    const float biased = __uint_as_float(__funnelshift_l(signs, 0x4b000000u >> 4, 4));
+    return __fmul_rn(d8, __fmaf_rn(biased, 2.0f, -16777215.0f));
 }
 
 // Scale and minimum of block s from the head of Q4_K and Q5_K.
@@ -212,7 +219,7 @@ __device__ __forceinline__ void each_block(const uint8_t* tile, int lane, int bl
             }
         }
     } else if constexpr (F == IQ2_XXS) {
-        const float d = load_half(tile + 4 * 512 + 2 * lane);
+        const float d8 = __fmul_rn(load_half(tile + 4 * 512 + 2 * lane), 0.125f);
 #pragma unroll
         for (int b = 0; b < 8; b += 2) {
             const uint4 v = load16(wide + (b / 2) * 512);
@@ -224,8 +231,7 @@ __device__ __forceinline__ void each_block(const uint8_t* tile, int lane, int bl
                     const uint2 two = iq2(index, signs, g, patterns);
                     code[2 * g] = two.x, code[2 * g + 1] = two.y;
                 }
-                const float scale = __fmul_rn(__fmul_rn(d, (float)(2 * (signs >> 28) + 1)), 0.125f);
-                sink.block(b + e, code, scale, 0.0f);
+                sink.block(b + e, code, iq2_scale(d8, signs), 0.0f);
             }
         }
     }

@@ -48,9 +48,9 @@ __device__ __forceinline__ void dot_pair(const Cut& cut, const uint8_t* gate, co
         const float* dx = reinterpret_cast<const float*>(in.d) + slice * 8;
         const uint32_t* table = reinterpret_cast<const uint32_t*>(in.table);
         const uint8_t* tiles[2] = {gate, up};
-        float d[2], acc[2] = {0.0f, 0.0f};
+        float d8[2], acc[2] = {0.0f, 0.0f};
 #pragma unroll
-        for (int w = 0; w < 2; ++w) d[w] = load_half(tiles[w] + 4 * 512 + 2 * lane);
+        for (int w = 0; w < 2; ++w) d8[w] = __fmul_rn(load_half(tiles[w] + 4 * 512 + 2 * lane), 0.125f);
 #pragma unroll
         for (int b = 0; b < 8; b += 2) {
             const uint4 v[2] = {load16(gate + 16 * lane + (b / 2) * 512), load16(up + 16 * lane + (b / 2) * 512)};
@@ -70,8 +70,7 @@ __device__ __forceinline__ void dot_pair(const Cut& cut, const uint8_t* gate, co
                         dot = __dp4a((int)two.x, (int)word(half, 2 * g % 4), dot);
                         dot = __dp4a((int)two.y, (int)word(half, 2 * g % 4 + 1), dot);
                     }
-                    const float scale = __fmul_rn(__fmul_rn(d[w], (float)(2 * (signs >> 28) + 1)), 0.125f);
-                    acc[w] = __fmaf_rn(__fmul_rn(scale, scale_x), (float)dot, acc[w]);
+                    acc[w] = __fmaf_rn(__fmul_rn(iq2_scale(d8[w], signs), scale_x), (float)dot, acc[w]);
                 }
             }
         }
