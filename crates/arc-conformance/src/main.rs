@@ -10,6 +10,7 @@
 
 #![forbid(unsafe_code)]
 
+mod chain;
 mod compare;
 mod draft;
 mod faults;
@@ -72,6 +73,7 @@ fn main() -> ExitCode {
     hc::cases(&mut suite);
     draft::cases(&mut suite);
     moe::cases(&mut suite);
+    chain::cases(&mut suite);
     synthetic::cases(&mut suite);
     suite.finish()
 }

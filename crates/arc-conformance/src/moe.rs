@@ -345,7 +345,7 @@ pub fn cases(suite: &mut Suite) {
         suite.case(&format!("moe/{}", case.name()), |suite| check(suite, &case));
     }
     suite.case("moe/a row alone and among others", invariant);
-    for rows in [1, 3] {
+    for rows in [1, 3, 9] {
         suite.case(&format!("moe/between two sites/{rows} rows"), |suite| between_sites(suite, rows));
     }
     suite.case("moe/clamps", |suite| clamps(suite, |gate, limit| gate.min(limit)));
@@ -423,8 +423,8 @@ fn run_with<D: Steps + Alloc + Readback + Landing>(dev: &mut D, case: &Case, h: 
     })
 }
 
-/// Three sites with the gate between the last two: it may do what a site before experts has put off, and the last site
-/// reads it.
+/// Three sites with experts between the last two: the gate may do what the site before has put off, products read what the
+/// site left for them, and the last site reads their sum.
 fn between_sites(suite: &Suite, rows: usize) -> Verdict {
     let case = Case::new(4096, 256, 16, 6, rows);
     let mut pair = suite.pair(limits(rows, 32));
@@ -433,7 +433,7 @@ fn between_sites(suite: &Suite, rows: usize) -> Verdict {
     all(want.iter().zip(&got).map(|(want, got)| equal_or_nan(want, got)))
 }
 
-fn sites<D: Steps + Alloc + Readback + Landing>(dev: &mut D, case: &Case) -> DeviceResult<[Vec<f32>; 3]> {
+fn sites<D: Steps + Alloc + Readback + Landing>(dev: &mut D, case: &Case) -> DeviceResult<[Vec<f32>; 5]> {
     let (rows, dim, class) = (case.rows, case.cfg.hidden, MemoryClass::Workspace);
     let mut bench = Bench::new(dev, case)?;
     let mut rng = Rng(21);
@@ -445,6 +445,7 @@ fn sites<D: Steps + Alloc + Readback + Landing>(dev: &mut D, case: &Case) -> Dev
     let weight = dev.vector("norm", &vec![1.0; dim])?;
     let x = dev.alloc("streams", class, rows * STREAMS * dim)?;
     let mut streams = Streams { x, mixing: dev.alloc("mixing", class, rows * MIXES)? };
+    let mut sum = dev.alloc("sum", class, rows * dim)?;
     dev.write(&mut streams.x, &rng.values(rows * STREAMS * dim, 1.0))?;
     dev.write(&mut streams.mixing, &rng.values(rows * MIXES, 0.5))?;
     dev.stage(&table(rows))?;
@@ -454,10 +455,18 @@ fn sites<D: Steps + Alloc + Readback + Landing>(dev: &mut D, case: &Case) -> Dev
         dev.hc_site(out, &mut streams, Incoming::Output(h), &site, &cfg, norm, rows)?;
         dev.hc_site(h, &mut streams, Incoming::Output(out), &site, &cfg, norm, rows)?;
         dev.ffn_in(work, h, weights, &case.cfg, rows)?;
-        dev.hc_site(out, &mut streams, Incoming::Output(h), &site, &cfg, norm, rows)
+        dev.experts_up(work, h, weights, &case.cfg, rows)?;
+        dev.experts_down(&mut sum, work, weights, &case.cfg, rows)?;
+        dev.hc_site(out, &mut streams, Incoming::Output(&sum), &site, &cfg, norm, rows)
     })?;
     let (x, mixing) = (rows * STREAMS * dim, rows * MIXES);
-    Ok([read(dev, &streams.x, x)?, read(dev, &streams.mixing, mixing)?, read(dev, &bench.out, rows * dim)?])
+    Ok([
+        read(dev, &streams.x, x)?,
+        read(dev, &streams.mixing, mixing)?,
+        read(dev, &bench.work.shared, rows * case.cfg.ffn)?,
+        read(dev, &sum, rows * dim)?,
+        read(dev, &bench.out, rows * dim)?,
+    ])
 }
 
 /// The shared expert's unit where its matrices pick single inputs, so that gate and up are known: values far beyond the

@@ -583,7 +583,8 @@ impl Cuda {
         b: (&CudaMatrix, Source, Out),
         rows: usize,
     ) -> Result<()> {
-        let all = |w: &CudaMatrix, format| w.parts.len() <= MAX_SEGS && w.parts.iter().all(|part| part.format == format);
+        let all =
+            |w: &CudaMatrix, format| w.parts.len() <= MAX_SEGS && w.parts.iter().all(|part| part.format == format);
         let fit = rows == 1 && all(a.0, Format::Q8_0) && all(b.0, Format::F16);
         let there = self.there(a.0, a.1, rows).zip(self.there(b.0, b.1, rows)).filter(|_| fit);
         let Some((given_a, given_b)) = there else {
@@ -634,7 +635,14 @@ impl Cuda {
 
     /// Part `p` meets inputs of its own: of row `r` that is input `r * parts + p` of `from`, and the outputs are
     /// `out[r][p * part rows ..]`. Parts are alike. `leave`: outputs are left as inputs of the next product too.
-    pub(crate) fn product_parts(&mut self, w: &CudaMatrix, from: Source, out: Out, rows: usize, leave: bool) -> Result<()> {
+    pub(crate) fn product_parts(
+        &mut self,
+        w: &CudaMatrix,
+        from: Source,
+        out: Out,
+        rows: usize,
+        leave: bool,
+    ) -> Result<()> {
         self.counters.weight_bytes += w.bytes() as u64;
         let (stride, parts) = (w.stride(1)?, w.parts.len());
         let which = match self.matmul.ready(&from.for_matrix(w), rows * parts) {
@@ -803,7 +811,13 @@ impl Cuda {
 
     /// Gated units of few rows' experts, times their routing weights: at `mid`, in the order of assignments, and where
     /// [`experts_down`](Self::experts_down) finds them. `false` where it cannot, with nothing done.
-    pub(crate) fn experts_up(&mut self, w: &CudaMatrix, from: Source, units: &Units<'_>, to: &Assigned) -> Result<bool> {
+    pub(crate) fn experts_up(
+        &mut self,
+        w: &CudaMatrix,
+        from: Source,
+        units: &Units<'_>,
+        to: &Assigned,
+    ) -> Result<bool> {
         let Some(mut experts) = self.experts(w, to, 2)? else { return Ok(false) };
         let format = w.parts[0].format;
         let Some(shape) = experts.cut_up(format, self.multiprocessors()) else { return Ok(false) };
@@ -856,7 +870,9 @@ impl Cuda {
         (experts.q, experts.d, experts.sums, experts.out) = (codes.q, codes.d, codes.sums, out);
         let (matrix, units) = shared;
         let part = matrix.parts[0];
-        let alike = matrix.parts.len() == 1 && part.format == Format::Q8_0 && (matrix.rows, matrix.cols) == (w.parts[0].rows, w.cols);
+        let alike = matrix.parts.len() == 1
+            && part.format == Format::Q8_0
+            && (matrix.rows, matrix.cols) == (w.parts[0].rows, w.cols);
         let mut along = None;
         if alike && to.rows == 1 && units.for_matrix(matrix).inputs == Inputs::F32 {
             let mut both = Experts { shared: part.at, x: units.x, ..experts };

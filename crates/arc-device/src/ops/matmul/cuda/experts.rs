@@ -163,3 +163,32 @@ struct Room {
     /// Bytes that are not exceeded without need: other kernels have weights on their way meanwhile.
     most: u32,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::Experts;
+    use crate::format::Format;
+    use crate::ops::matmul::cuda::plan::{Cut, MAX_SHARED};
+
+    /// DeepSeek-V4-Flash's experts, and small ones.
+    #[test]
+    fn blocks_have_room_and_take_every_unit() {
+        for (hidden, ffn) in [(4096, 2048), (1024, 256), (256, 256)] {
+            for rows in 1..=8 {
+                for format in [Format::Iq2Xxs, Format::Q2K, Format::Q4K, Format::Mxfp4, Format::Q8_0] {
+                    let base = Experts { rows, chosen: 6, experts: 256, ..Experts::default() };
+                    let mut up = Experts { cut: Cut::of(hidden), outputs: ffn as u32, ..base };
+                    let shape = up.cut_up(format, 132).expect("gated units fit");
+                    assert!(shape.shared <= MAX_SHARED && shape.blocks <= 132 && up.stages > 0);
+                    assert!(shape.blocks * up.each >= rows * 6 * ffn as u32 / 32);
+                    let mut down = Experts { cut: Cut::of(ffn), outputs: hidden as u32, ..base };
+                    // With larger tiles the shared expert's have no room beside them.
+                    down.shared = u64::from(matches!(format, Format::Iq2Xxs | Format::Q2K));
+                    let shape = down.cut_down(format, 132).expect("sums fit");
+                    assert!(shape.shared <= MAX_SHARED && shape.blocks <= 132 && down.stages > 0);
+                    assert!(shape.blocks * down.each >= rows * hidden as u32 / 32);
+                }
+            }
+        }
+    }
+}
