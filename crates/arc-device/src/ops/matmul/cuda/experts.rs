@@ -4,8 +4,8 @@ use super::plan::{Cut, MAX_SHARED, Shape, tile_bytes};
 use crate::format::Format;
 use crate::ops::matmul::SLICE;
 
-/// Warps of a block.
-const WARPS: u32 = 16;
+/// Warps of a block: fewer where the tiles of more have no room.
+const WARPS: [u32; 2] = [16, 8];
 /// Outputs of a unit.
 const UNIT: u32 = 32;
 /// Shared memory of a block of gated units, unless it needs more: half of what there is, so that such a block and its
@@ -81,7 +81,7 @@ impl Experts {
         let room = Room {
             tile: 2 * tile_bytes(format, SLICE) as u32,
             shared_tiles: 0,
-            most_stages: (self.each * per_unit).div_ceil(WARPS),
+            tiles: self.each * per_unit,
             table: if format == Format::Iq2Xxs { 1 << 10 } else { 0 },
             partials: halves * self.at_once * 2 * per_unit,
             sums: 0,
@@ -105,7 +105,7 @@ impl Experts {
         let room = Room {
             tile: tile_bytes(format, SLICE) as u32,
             shared_tiles: shared * of_expert,
-            most_stages: (self.each * self.chosen * of_expert).div_ceil(WARPS),
+            tiles: self.each * self.chosen * of_expert,
             table: if format == Format::Iq2Xxs { 1 << 10 } else { 0 },
             partials: halves * self.most_staged * of_expert,
             sums: 4 * UNIT * self.most_staged,
@@ -116,12 +116,16 @@ impl Experts {
 
     /// Gives the parts of shared memory their places, and tiles in flight what is left.
     fn place(&mut self, blocks: u32, room: &Room) -> Option<Shape> {
+        WARPS.into_iter().find_map(|warps| self.place_for(warps, blocks, room))
+    }
+
+    fn place_for(&mut self, warps: u32, blocks: u32, room: &Room) -> Option<Shape> {
         self.stage_bytes = room.tile.next_multiple_of(128);
-        self.shared_each = room.shared_tiles.div_ceil(WARPS);
+        self.shared_each = room.shared_tiles.div_ceil(warps);
         let codes = self.most_staged * self.cut.slices;
-        let shared_ring = WARPS * self.shared_each * tile_bytes(Format::Q8_0, SLICE) as u32;
+        let shared_ring = warps * self.shared_each * tile_bytes(Format::Q8_0, SLICE) as u32;
         let mut sized = |stages: u32| {
-            let mut at = (8 * WARPS * (stages + self.shared_each)).next_multiple_of(128);
+            let mut at = (8 * warps * (stages + self.shared_each)).next_multiple_of(128);
             let mut place = |bytes: u32| {
                 let here = at;
                 at += bytes.next_multiple_of(16);
@@ -135,14 +139,14 @@ impl Experts {
             self.partials_at = place(room.partials * 128);
             self.shared_ring_at = at.next_multiple_of(128);
             self.ring_at = self.shared_ring_at + shared_ring;
-            self.ring_at + WARPS * stages * self.stage_bytes
+            self.ring_at + warps * stages * self.stage_bytes
         };
         // Less than all that there is, unless nothing fits then.
         let most = if sized(1) <= room.most { room.most } else { MAX_SHARED };
-        let stages = (1..=room.most_stages.clamp(1, 8)).rev().find(|&stages| sized(stages) <= most)?;
+        let stages = (1..=room.tiles.div_ceil(warps).clamp(1, 8)).rev().find(|&stages| sized(stages) <= most)?;
         let shared = sized(stages);
         self.stages = stages;
-        Some(Shape { blocks, threads: 32 * WARPS, shared })
+        Some(Shape { blocks, threads: 32 * warps, shared })
     }
 }
 
@@ -152,8 +156,8 @@ struct Room {
     tile: u32,
     /// Tiles of the shared expert's matrix.
     shared_tiles: u32,
-    /// Tiles that a warp ever takes.
-    most_stages: u32,
+    /// Times that something comes.
+    tiles: u32,
     /// Bytes of the table of magnitudes.
     table: u32,
     /// Tiles whose partial sums are kept.
@@ -182,8 +186,8 @@ mod tests {
                     assert!(shape.shared <= MAX_SHARED && shape.blocks <= 132 && up.stages > 0);
                     assert!(shape.blocks * up.each >= rows * 6 * ffn as u32 / 32);
                     let mut down = Experts { cut: Cut::of(ffn), outputs: hidden as u32, ..base };
-                    // With larger tiles the shared expert's have no room beside them.
-                    down.shared = u64::from(matches!(format, Format::Iq2Xxs | Format::Q2K));
+                    // With the largest tiles the shared expert's have no room beside them.
+                    down.shared = u64::from(format != Format::Q8_0);
                     let shape = down.cut_down(format, 132).expect("sums fit");
                     assert!(shape.shared <= MAX_SHARED && shape.blocks <= 132 && down.stages > 0);
                     assert!(shape.blocks * down.each >= rows * hidden as u32 / 32);
