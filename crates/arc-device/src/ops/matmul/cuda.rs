@@ -19,7 +19,7 @@ use crate::ops::quant::Inputs;
 use crate::ops::synthetic;
 use crate::{MemoryClass, ModelShape, Norm};
 use experts::Experts;
-use plan::{Cut, Embed, MAKES_ROWS, MAX_SEGS, Prepare, Product, Seg};
+use plan::{Block, Cut, Embed, MAKES_ROWS, MAX_SEGS, Prepare, Product, Seg};
 
 /// Kernels over few rows, by format in the order of the enum and by rows (1, 2, 4, 8).
 #[rustfmt::skip]
@@ -63,37 +63,46 @@ const EXPERTS: [Option<[Kernel; 2]>; 16] = [
     None,
 ];
 
-/// Kernels over many rows of integer-coded weights, by format: in blocks of 16 and of 64 rows.
+/// Kernels over many rows of integer-coded weights, by format.
 #[rustfmt::skip]
-const MMA: [Option<[Kernel; 2]>; 16] = [
+const MMA: [Option<Many>; 16] = [
     None,
     None,
     None,
-    Some([kernel!("arc_matmul_mma_q8_0_16"), kernel!("arc_matmul_mma_q8_0_64")]),
-    Some([kernel!("arc_matmul_mma_q4_0_16"), kernel!("arc_matmul_mma_q4_0_64")]),
-    Some([kernel!("arc_matmul_mma_q4_1_16"), kernel!("arc_matmul_mma_q4_1_64")]),
-    Some([kernel!("arc_matmul_mma_q5_0_16"), kernel!("arc_matmul_mma_q5_0_64")]),
-    Some([kernel!("arc_matmul_mma_q5_1_16"), kernel!("arc_matmul_mma_q5_1_64")]),
-    Some([kernel!("arc_matmul_mma_q2_k_16"), kernel!("arc_matmul_mma_q2_k_64")]),
-    Some([kernel!("arc_matmul_mma_q3_k_16"), kernel!("arc_matmul_mma_q3_k_64")]),
-    Some([kernel!("arc_matmul_mma_q4_k_16"), kernel!("arc_matmul_mma_q4_k_64")]),
-    Some([kernel!("arc_matmul_mma_q5_k_16"), kernel!("arc_matmul_mma_q5_k_64")]),
-    Some([kernel!("arc_matmul_mma_q6_k_16"), kernel!("arc_matmul_mma_q6_k_64")]),
-    Some([kernel!("arc_matmul_mma_iq2_xxs_16"), kernel!("arc_matmul_mma_iq2_xxs_64")]),
-    Some([kernel!("arc_matmul_mma_mxfp4_16"), kernel!("arc_matmul_mma_mxfp4_64")]),
+    Some(Many { warps: 4, block: kernel!("arc_matmul_mma_q8_0_32"), large: Some(kernel!("arc_matmul_mma_q8_0_64")), split: [kernel!("arc_matmul_mma_q8_0_split_16"), kernel!("arc_matmul_mma_q8_0_split_32")] }),
+    Some(Many { warps: 4, block: kernel!("arc_matmul_mma_q4_0_32"), large: Some(kernel!("arc_matmul_mma_q4_0_64")), split: [kernel!("arc_matmul_mma_q4_0_split_16"), kernel!("arc_matmul_mma_q4_0_split_32")] }),
+    Some(Many { warps: 4, block: kernel!("arc_matmul_mma_q4_1_32"), large: None, split: [kernel!("arc_matmul_mma_q4_1_split_16"), kernel!("arc_matmul_mma_q4_1_split_32")] }),
+    Some(Many { warps: 4, block: kernel!("arc_matmul_mma_q5_0_32"), large: Some(kernel!("arc_matmul_mma_q5_0_64")), split: [kernel!("arc_matmul_mma_q5_0_split_16"), kernel!("arc_matmul_mma_q5_0_split_32")] }),
+    Some(Many { warps: 4, block: kernel!("arc_matmul_mma_q5_1_32"), large: None, split: [kernel!("arc_matmul_mma_q5_1_split_16"), kernel!("arc_matmul_mma_q5_1_split_32")] }),
+    Some(Many { warps: 4, block: kernel!("arc_matmul_mma_q2_k_32"), large: None, split: [kernel!("arc_matmul_mma_q2_k_split_16"), kernel!("arc_matmul_mma_q2_k_split_32")] }),
+    Some(Many { warps: 4, block: kernel!("arc_matmul_mma_q3_k_32"), large: None, split: [kernel!("arc_matmul_mma_q3_k_split_16"), kernel!("arc_matmul_mma_q3_k_split_32")] }),
+    Some(Many { warps: 4, block: kernel!("arc_matmul_mma_q4_k_32"), large: None, split: [kernel!("arc_matmul_mma_q4_k_split_16"), kernel!("arc_matmul_mma_q4_k_split_32")] }),
+    Some(Many { warps: 4, block: kernel!("arc_matmul_mma_q5_k_32"), large: None, split: [kernel!("arc_matmul_mma_q5_k_split_16"), kernel!("arc_matmul_mma_q5_k_split_32")] }),
+    Some(Many { warps: 4, block: kernel!("arc_matmul_mma_q6_k_32"), large: None, split: [kernel!("arc_matmul_mma_q6_k_split_16"), kernel!("arc_matmul_mma_q6_k_split_32")] }),
+    Some(Many { warps: 8, block: kernel!("arc_matmul_mma_iq2_xxs_32"), large: None, split: [kernel!("arc_matmul_mma_iq2_xxs_split_16"), kernel!("arc_matmul_mma_iq2_xxs_split_32")] }),
+    Some(Many { warps: 4, block: kernel!("arc_matmul_mma_mxfp4_32"), large: None, split: [kernel!("arc_matmul_mma_mxfp4_split_16"), kernel!("arc_matmul_mma_mxfp4_split_32")] }),
     None,
 ];
-/// Kernels over many rows of float weights, in the order of [`MMA`]'s gaps.
-const FMA: [(Format, Kernel); 4] = [
-    (Format::F32, kernel!("arc_matmul_fma_f32")),
-    (Format::F16, kernel!("arc_matmul_fma_f16")),
-    (Format::Bf16, kernel!("arc_matmul_fma_bf16")),
-    (Format::Fp8, kernel!("arc_matmul_fma_fp8")),
+/// Kernels of one format, as mma.cuh has them.
+#[derive(Debug, Clone, Copy)]
+struct Many {
+    /// Warps along the outputs of a block, 32 each.
+    warps: usize,
+    /// Blocks of 32 rows.
+    block: Kernel,
+    /// Blocks of 64 rows, where decoding weighs little.
+    large: Option<Kernel>,
+    /// Blocks of 32 outputs and 16 or 32 rows, whose warps share the slices.
+    split: [Kernel; 2],
+}
+
+/// Kernels over many rows of float weights, in the order of [`MMA`]'s gaps: in blocks of 16 and of 32 rows.
+const FMA: [(Format, [Kernel; 2]); 4] = [
+    (Format::F32, [kernel!("arc_matmul_fma_f32_16"), kernel!("arc_matmul_fma_f32_32")]),
+    (Format::F16, [kernel!("arc_matmul_fma_f16_16"), kernel!("arc_matmul_fma_f16_32")]),
+    (Format::Bf16, [kernel!("arc_matmul_fma_bf16_16"), kernel!("arc_matmul_fma_bf16_32")]),
+    (Format::Fp8, [kernel!("arc_matmul_fma_fp8_16"), kernel!("arc_matmul_fma_fp8_32")]),
 ];
-/// Rows that a block of the first kind of [`MMA`] takes, and of the second and of [`FMA`].
-const BLOCK_ROWS: [usize; 2] = [16, 64];
-/// Outputs that such a block computes.
-const BLOCK_OUTPUTS: usize = 128;
 /// Rows up to which weights meet whole rows; of more, a block takes weights and rows a slice at a time.
 pub(crate) const FEW_ROWS: usize = 8;
 
@@ -895,32 +904,45 @@ impl Cuda {
     /// Launches a product over many rows.
     fn launch_many(&mut self, format: Format, product: &Product) -> Result<()> {
         let (rows, parts) = (product.rows as usize, product.parts as usize);
-        let outputs = if product.pair != 0 { BLOCK_OUTPUTS / 2 } else { BLOCK_OUTPUTS };
-        let down = (product.groups as usize * product.cut.group_rows()).div_ceil(outputs);
+        let of_all = (product.groups as usize * product.cut.group_rows()) << product.pair;
         let assigned = rows * product.chosen as usize;
-        let blocks = |taken: usize| match (parts, product.bounds) {
+        let across = |taken: usize| match (parts, product.bounds) {
             (0, _) => rows.div_ceil(taken),
             (_, 0) => parts * rows.div_ceil(taken),
             // Every expert with rows has a last block that is not full.
             _ => parts + assigned / taken,
         };
-        // Larger blocks decode a weight for more rows, if there are rows for them and blocks for everybody.
+        let processors = self.multiprocessors() as usize;
+        let blocks = |block: Block| across(block.rows) * of_all.div_ceil(block.outputs);
+        let fills = |block: Block| 4 * blocks(block) >= 3 * processors;
         let each = if product.bounds != 0 { assigned / product.experts as usize } else { rows };
-        let [few, many] = BLOCK_ROWS;
-        let large = each > 24 && blocks(many) * down >= self.multiprocessors() as usize;
-        let (kernel, taken, threads, shared) = match MMA[format as usize] {
-            Some([_, kernel]) if large => {
-                // As mma.cuh has it: 16 warps, or 8 where decoding weighs more.
-                let threads = if format.block_len() == 32 && format != Format::Mxfp4 { 512 } else { 256 };
-                (kernel, many, threads, product.cut.shared_of_many(format, many, BLOCK_OUTPUTS))
+        let (kernel, block) = match MMA[format as usize] {
+            Some(many) => {
+                let [block, large] = [1, 2].map(|rows| Block::of_slices(format, many.warps, rows));
+                match many.large {
+                    Some(kernel) if each > block.rows && fills(large) => (kernel, large),
+                    _ if product.bounds != 0 || fills(block) => (many.block, block),
+                    _ => {
+                        // Three of the smaller blocks or two of the larger, which take 1.6 times as long, fit a processor.
+                        let [few, more] = [1, 2].map(|size| Block::of_split(format, size));
+                        let turns = |block, at_once| blocks(block).div_ceil(at_once * processors);
+                        if 8 * turns(more, 2) < 5 * turns(few, 3) {
+                            (many.split[1], more)
+                        } else {
+                            (many.split[0], few)
+                        }
+                    }
+                }
             }
-            Some([kernel, _]) => (kernel, few, 128, product.cut.shared_of_many(format, few, BLOCK_OUTPUTS)),
             None => {
                 let found = FMA.iter().find(|(of, _)| *of == format);
-                (found.expect("every format is integer-coded or float").1, many, 256, 0)
+                let [few, many] = found.expect("every format is integer-coded or float").1;
+                let [block, large] = [1, 2].map(Block::of_floats);
+                if each > block.rows && fills(large) { (many, large) } else { (few, block) }
             }
         };
-        let grid = Grid::xy(blocks(taken) as u32, down as u32, threads).shared(shared);
+        let down = of_all.div_ceil(block.outputs);
+        let grid = Grid::xy(across(block.rows) as u32, down as u32, block.threads).shared(block.shared);
         self.launch(kernel, grid, &[Arg::of(product)])
     }
 

@@ -1,8 +1,9 @@
 // Products of float weights with many rows, in the order of those with few: every output is a chain of fused multiply-adds
 // inside a slice, so the bits are the same.
 //
-// A block of 256 threads computes 128 outputs of 64 rows, a thread 8 by 4 of them. 32 columns at a time stand decoded in
-// shared memory, the next ones in registers.
+// A block of 8 warps computes 64 outputs of 32 rows, or 32 of 16 where there would be too few blocks. Warps take slices in
+// turn, each on its own: 32 columns at a time stand decoded in its part of shared memory, a lane multiplies 8 outputs by 8
+// rows, or 4 by 4. Then slices are added in order.
 #pragma once
 
 #include "../../pdl.cuh"
@@ -11,21 +12,30 @@
 
 namespace arc {
 
-template <uint32_t F>
+template <uint32_t F, int BM, int BN>
 struct Fma {
-    static constexpr int BN = 64, KC = 32, kThreads = 256;
-    // Values of a load of 16 bytes, and such loads a thread.
-    static constexpr int kLen = F == F32 ? 4 : F == FP8 ? 16 : 8, kLoads = kBlockOutputs * KC / kLen / kThreads;
-    static_assert(kLoads * kLen * kThreads == kBlockOutputs * KC);
+    static constexpr int W = 8, KC = 32;
+    // Outputs and rows of a lane, four by four.
+    static constexpr int O = BM / 8, N = BN / 4;
+    // Values of a load of 16 bytes.
+    static constexpr int kLen = F == F32 ? 4 : F == FP8 ? 16 : 8;
 
+    struct Warp {
+        float w[KC][BM];
+        float x[KC][BN];
+    };
+    // Sums of a slice, or of all.
+    using Sums = float[BN][BM];
+    static_assert(sizeof(Sums) <= sizeof(Warp));
     struct Shared {
-        Tables<BN> tables;
-        float w[KC][kBlockOutputs + 4];
-        float x[KC][BN + 4];
+        Tables<BM, BN> tables;
+        Warp warps[W];
     };
 
     const Product& p;
     Shared& shared;
+
+    __device__ __forceinline__ static float part(float4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
     // One value of a slice: where whole units end, values stand one by one.
     __device__ __forceinline__ static float one(const uint8_t* tile, uint32_t lane, uint32_t cols, uint32_t k) {
@@ -39,11 +49,11 @@ struct Fma {
 
     // Values k .. k + kLen of output o in one slice, zeros beyond its columns.
     __device__ __forceinline__ void load(uint32_t slice, uint32_t cols, uint32_t o, uint32_t k, float (&v)[kLen]) const {
-        const uint32_t wide = p.cut.group_rows(), slot = o / wide;
+        const uint32_t slot = o / 8;
 #pragma unroll
         for (int i = 0; i < kLen; ++i) v[i] = 0.0f;
         if (shared.tables.base[slot] == 0 || k >= cols) return;
-        const uint32_t lane = o % wide + (slice & (p.cut.c() - 1)) * wide;
+        const uint32_t lane = shared.tables.place[slot] + o % 8 + (slice & (p.cut.c() - 1)) * p.cut.group_rows();
         const uint8_t* tile = reinterpret_cast<const uint8_t*>(shared.tables.base[slot]) + p.cut.tile_at(F, slice >> p.cut.log_c);
         if constexpr (F == FP8) {
             const uint8_t* unit = tile + k / 128 * (kLanes * 129);
@@ -73,79 +83,111 @@ struct Fma {
         }
     }
 
-    __device__ __forceinline__ void fetch(uint32_t slice, uint32_t cols, uint32_t k, float (&w)[kLoads][kLen], float (&x)[8]) const {
+    // Columns k .. k + KC of a slice.
+    __device__ __forceinline__ void stage(Warp& to, uint32_t slice, uint32_t cols, uint32_t k) const {
+        const uint32_t lane = threadIdx.x & 31, row = lane % BN, input = shared.tables.input[row];
 #pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-            const uint32_t at = threadIdx.x + i * kThreads;
-            load(slice, cols, at % kBlockOutputs, k + at / kBlockOutputs * kLen, w[i]);
+        for (int o = 0; o < BM; o += 32) {
+#pragma unroll
+            for (int j = 0; j < KC; j += kLen) {
+                float v[kLen];
+                load(slice, cols, o + lane, k + j, v);
+#pragma unroll
+                for (int i = 0; i < kLen; ++i) to.w[j + i][o + lane] = v[i];
+            }
         }
-        // A thread takes 8 columns of one row.
-        const uint32_t input = shared.tables.input[threadIdx.x / 4], at = k + threadIdx.x % 4 * 8;
-        const float* from = reinterpret_cast<const float*>(p.floats) + (size_t)input * p.cut.cols + slice * kSlice;
+        // Lanes of one row share its columns.
+        constexpr uint32_t kEach = KC * BN / 32;
+        const uint32_t first = lane / BN * kEach;
+        const float* from = reinterpret_cast<const float*>(p.floats) + (size_t)input * p.cut.cols + slice * kSlice + k;
+        if (k + KC <= cols && p.cut.cols % 4 == 0) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = input != kNoRow && at + i < cols ? from[at + i] : 0.0f;
+            for (uint32_t j = 0; j < kEach; j += 4) {
+                const float4 v = input != kNoRow ? *reinterpret_cast<const float4*>(from + first + j)
+                                                 : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                float(*x)[BN] = to.x + first + j;
+                x[0][row] = v.x, x[1][row] = v.y, x[2][row] = v.z, x[3][row] = v.w;
+            }
+        } else {
+            for (uint32_t j = first; j < first + kEach; ++j) to.x[j][row] = input != kNoRow && k + j < cols ? from[j] : 0.0f;
+        }
     }
 
     __device__ void run() const {
         pdl_launch();
         pdl_wait();
         uint32_t row, end;
-        if (!shared.tables.fill(p, F, row, end)) return;
+        if (!shared.tables.fill(p, F, BN, row, end)) return;
         __syncthreads();
-        const uint32_t tx = threadIdx.x % 16, ty = threadIdx.x / 16;
-        float total[8][4] = {};
-        for (uint32_t slice = 0; slice < p.cut.slices; ++slice) {
-            const uint32_t cols = p.cut.tail() != 0 && slice + 1 == p.cut.slices ? p.cut.tail() : kSlice;
-            float acc[8][4] = {};
-            for (uint32_t k = 0; k < cols; k += KC) {
-                float w[kLoads][kLen], x[8];
-                fetch(slice, cols, k, w, x);
-                __syncthreads();
+        const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+        // Lanes side by side read the same outputs, every second one the same rows: shared memory serves 16 lanes at once.
+        const uint32_t lo = lane / 2 % 8 * 4, ln = (lane / 16 * 2 + lane % 2) * 4;
+        Warp& own = shared.warps[warp];
+        // A thread adds up eight outputs: of one column, of every fourth row.
+        constexpr int kEach = BM * BN / (32 * W);
+        const uint32_t column = threadIdx.x % BM, first_row = threadIdx.x / BM;
+        float total[kEach] = {};
+        for (uint32_t first = 0; first < p.cut.slices; first += W) {
+            const uint32_t slice = first + warp;
+            if (slice < p.cut.slices) {
+                const uint32_t cols = p.cut.tail() != 0 && slice + 1 == p.cut.slices ? p.cut.tail() : kSlice;
+                float acc[O][N] = {};
+                for (uint32_t k = 0; k < cols; k += KC) {
+                    __syncwarp();
+                    stage(own, slice, cols, k);
+                    __syncwarp();
+#pragma unroll 2
+                    for (int j = 0; j < KC; ++j) {
+                        float4 w[O / 4], x[N / 4];
 #pragma unroll
-                for (int i = 0; i < kLoads; ++i) {
-                    const uint32_t at = threadIdx.x + i * kThreads;
+                        for (int i = 0; i < O / 4; ++i) w[i] = *reinterpret_cast<const float4*>(&own.w[j][32 * i + lo]);
 #pragma unroll
-                    for (int j = 0; j < kLen; ++j) shared.w[at / kBlockOutputs * kLen + j][at % kBlockOutputs] = w[i][j];
+                        for (int i = 0; i < N / 4; ++i) x[i] = *reinterpret_cast<const float4*>(&own.x[j][16 * i + ln]);
+#pragma unroll
+                        for (int o = 0; o < O; ++o) {
+#pragma unroll
+                            for (int n = 0; n < N; ++n) acc[o][n] = __fmaf_rn(part(w[o / 4], o % 4), part(x[n / 4], n % 4), acc[o][n]);
+                        }
+                    }
                 }
+                __syncwarp();
+                Sums& sums = reinterpret_cast<Sums&>(own);
 #pragma unroll
-                for (int i = 0; i < 8; ++i) shared.x[threadIdx.x % 4 * 8 + i][threadIdx.x / 4] = x[i];
-                __syncthreads();
-#pragma unroll 4
-                for (int j = 0; j < KC; ++j) {
-                    const float4 a = *reinterpret_cast<const float4*>(&shared.w[j][4 * tx]);
-                    const float4 b = *reinterpret_cast<const float4*>(&shared.w[j][kBlockOutputs / 2 + 4 * tx]);
-                    const float4 v = *reinterpret_cast<const float4*>(&shared.x[j][4 * ty]);
-                    const float ws[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}, xs[4] = {v.x, v.y, v.z, v.w};
+                for (int n = 0; n < N; ++n) {
+                    float* to = sums[n / 4 * 16 + ln + n % 4] + lo;
 #pragma unroll
-                    for (int o = 0; o < 8; ++o) {
-#pragma unroll
-                        for (int n = 0; n < 4; ++n) acc[o][n] = __fmaf_rn(ws[o], xs[n], acc[o][n]);
+                    for (int o = 0; o < O; o += 4) {
+                        *reinterpret_cast<float4*>(to + 8 * o) = make_float4(acc[o][n], acc[o + 1][n], acc[o + 2][n], acc[o + 3][n]);
                     }
                 }
             }
+            __syncthreads();
+#pragma unroll 1
+            for (uint32_t w = 0; w < W && first + w < p.cut.slices; ++w) {
+                const Sums& sums = reinterpret_cast<const Sums&>(shared.warps[w]);
 #pragma unroll
-            for (int o = 0; o < 8; ++o) {
-#pragma unroll
-                for (int n = 0; n < 4; ++n) total[o][n] = __fadd_rn(total[o][n], acc[o][n]);
+                for (int i = 0; i < kEach; ++i) total[i] = __fadd_rn(total[i], sums[first_row + i * (BN / kEach)][column]);
             }
+            __syncthreads();
         }
+        Sums& sums = reinterpret_cast<Sums&>(shared.warps[0]);
 #pragma unroll
-        for (int o = 0; o < 8; ++o) {
-            if (p.pair && o >= 4) break;
-#pragma unroll
-            for (int n = 0; n < 4; ++n) {
-                shared.tables.store(p, row + 4 * ty + n, end, o / 4 * (kBlockOutputs / 2) + 4 * tx + o % 4, total[o][n],
-                                    o < 4 ? total[o + 4][n] : 0.0f);
-            }
-        }
+        for (int i = 0; i < kEach; ++i) sums[first_row + i * (BN / kEach)][column] = total[i];
+        __syncthreads();
+        shared.tables.store_all(p, row, end, sums[0], BM);
     }
 };
 
 }  // namespace arc
 
-#define ARC_FMA(NAME, FORMAT)                                                                                   \
-    extern "C" __global__ void __launch_bounds__(256, 2) arc_matmul_fma_##NAME(                                 \
-        const __grid_constant__ arc::Product p) {                                                               \
-        __shared__ __align__(16) uint8_t smem[sizeof(arc::Fma<FORMAT>::Shared)];                                \
-        arc::Fma<FORMAT>{p, *reinterpret_cast<arc::Fma<FORMAT>::Shared*>(smem)}.run();                          \
+#define ARC_FMA(NAME, FORMAT)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(256, 2) arc_matmul_fma_##NAME##_32(                                \
+        const __grid_constant__ arc::Product p) {                                                                   \
+        extern __shared__ __align__(16) uint8_t smem[];                                                             \
+        arc::Fma<FORMAT, 64, 32>{p, *reinterpret_cast<arc::Fma<FORMAT, 64, 32>::Shared*>(smem)}.run();              \
+    }                                                                                                               \
+    extern "C" __global__ void __launch_bounds__(256, 4) arc_matmul_fma_##NAME##_16(                                \
+        const __grid_constant__ arc::Product p) {                                                                   \
+        extern __shared__ __align__(16) uint8_t smem[];                                                             \
+        arc::Fma<FORMAT, 32, 16>{p, *reinterpret_cast<arc::Fma<FORMAT, 32, 16>::Shared*>(smem)}.run();              \
     }

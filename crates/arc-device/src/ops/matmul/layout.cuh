@@ -76,6 +76,7 @@ struct Cut {
     __host__ __device__ uint32_t slice_of(uint32_t t, uint32_t lane) const { return (t << log_c) + (lane >> (5 - log_c)); }
     __host__ __device__ uint32_t tiles() const { return slices >> log_c; }  // of a group
     __host__ __device__ uint32_t tail() const { return cols % kSlice; }
+    __host__ __device__ uint32_t cols_of(uint32_t slice) const { return tail() != 0 && slice + 1 == slices ? tail() : kSlice; }
     __host__ __device__ uint32_t tile_at(uint32_t f, uint32_t t) const { return t * tile_bytes(f, kSlice); }
     __host__ __device__ uint32_t tile_len(uint32_t f, uint32_t t) const {
         return tail() != 0 && t + 1 == slices ? tile_bytes(f, tail()) : tile_bytes(f, kSlice);

@@ -5,71 +5,86 @@
 
 namespace arc {
 
-// Outputs of a block: as many as it takes groups, from both segments of a pair.
-constexpr int kBlockOutputs = 128;
 constexpr uint32_t kNoRow = 0xffffffffu;
 
-// A block of 128 outputs by BN rows. `blockIdx.x`: block of rows, of all parts or experts one after the other;
-// `blockIdx.y`: block of outputs. In a pair, the first 64 outputs are gates and the others their ups.
-template <int BN>
+// A block of BM outputs by up to BN rows. `blockIdx.x`: block of rows, of all parts or experts one after the other;
+// `blockIdx.y`: block of outputs. In a pair, the first half of the outputs are gates and the others their ups.
+template <int BM, int BN>
 struct Tables {
-    uint64_t base[kBlockOutputs / 8];    // first tile of the group of slot s; 0: no group
-    uint32_t column[kBlockOutputs / 8];  // output of its first row
-    uint32_t rows[kBlockOutputs / 8];    // rows that it has
-    uint32_t input[BN];                  // input row of each row; kNoRow: none
+    uint64_t base[BM / 8];    // first tile of the group of each eight outputs; 0: no group
+    uint32_t place[BM / 8];   // of the first of them in the group
+    uint32_t column[BM / 8];  // of the first of them among the product's outputs
+    uint32_t rows[BM / 8];    // how many there are
+    uint32_t input[BN];       // input row of each row; kNoRow: none
 
     // The expert of the block-th block of rows of all experts, and the block's place in it.
-    __device__ __forceinline__ static bool expert_block(const Product& p, uint32_t& block, uint32_t& expert) {
+    __device__ __forceinline__ static bool expert_block(const Product& p, uint32_t taken, uint32_t& block, uint32_t& expert) {
         const uint32_t* bounds = reinterpret_cast<const uint32_t*>(p.bounds);
-        const uint32_t lane = threadIdx.x & 31;
-        for (uint32_t first = 0; first < p.experts; first += 32) {
-            const uint32_t e = first + lane;
-            const uint32_t mine = e < p.experts ? (bounds[e + 1] - bounds[e] + BN - 1) / BN : 0;
-            uint32_t sum = mine;
+        // A lane has a run of experts: all its loads are on their way at once.
+        const uint32_t lane = threadIdx.x & 31, run = (p.experts + 31) / 32;
+        const auto blocks = [&](uint32_t e) { return e < p.experts ? (bounds[e + 1] - bounds[e] + taken - 1) / taken : 0; };
+        uint32_t mine = 0;
+#pragma unroll 8
+        for (uint32_t i = 0; i < run; ++i) mine += blocks(lane * run + i);
+        uint32_t sum = mine;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const uint32_t other = __shfl_up_sync(~0u, sum, step);
+            if (lane >= step) sum += other;
+        }
+        const uint32_t hit = __ballot_sync(~0u, block < sum);
+        if (hit == 0) return false;
+        const int from = __ffs(hit) - 1;
+        block -= __shfl_sync(~0u, sum - mine, from);
+        // As many of the run as there are lanes, at a time.
+        for (uint32_t first = from * run;; first += 32) {
+            const uint32_t e = first + lane, own = e < (from + 1) * run ? blocks(e) : 0;
+            sum = own;
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) {
                 const uint32_t other = __shfl_up_sync(~0u, sum, step);
                 if (lane >= step) sum += other;
             }
-            const uint32_t hit = __ballot_sync(~0u, block < sum);
-            if (hit != 0) {
-                const int from = __ffs(hit) - 1;
-                block -= __shfl_sync(~0u, sum - mine, from);
-                expert = first + from;
+            const uint32_t here = __ballot_sync(~0u, block < sum);
+            if (here != 0) {
+                block -= __shfl_sync(~0u, sum - own, __ffs(here) - 1);
+                expert = first + __ffs(here) - 1;
                 return true;
             }
             block -= __shfl_sync(~0u, sum, 31);
         }
-        return false;
     }
 
-    // Fills the tables, by the block; rows are `row .. end`. False where there is nothing to do. A barrier must follow.
-    __device__ __forceinline__ bool fill(const Product& p, uint32_t format, uint32_t& row, uint32_t& end) {
-        const uint32_t wide = p.cut.group_rows(), slots = kBlockOutputs / wide, per_seg = p.pair ? slots / 2 : slots;
+    // Fills the tables, by the block, of `taken` rows; they are `row .. end`. False where there is nothing to do. A barrier
+    // must follow.
+    __device__ __forceinline__ bool fill(const Product& p, uint32_t format, uint32_t taken, uint32_t& row, uint32_t& end) {
         uint32_t part = 0, block = blockIdx.x;
         row = 0, end = p.rows;
         if (p.bounds != 0) {
-            if (!expert_block(p, block, part)) return false;
+            if (!expert_block(p, taken, block, part)) return false;
             const uint32_t* bounds = reinterpret_cast<const uint32_t*>(p.bounds);
             row = bounds[part], end = bounds[part + 1];
         } else if (p.parts != 0) {
-            const uint32_t blocks = (p.rows + BN - 1) / BN;
+            const uint32_t blocks = (p.rows + taken - 1) / taken;
             part = block / blocks, block %= blocks;
         }
-        row += block * BN;
-        for (uint32_t s = threadIdx.x; s < slots; s += blockDim.x) {
-            const uint32_t g = blockIdx.y * per_seg + (p.pair ? s % per_seg : s);
-            uint32_t seg = p.pair ? s / per_seg : 0, of_seg = g;
+        row += block * taken;
+        end = min(end, row + taken);
+        const uint32_t wide = p.cut.group_rows(), of_seg = p.pair ? BM / 2 : BM;
+        for (uint32_t s = threadIdx.x; s < BM / 8; s += blockDim.x) {
+            uint32_t seg = 8 * s / of_seg, n = blockIdx.y * of_seg + 8 * s % of_seg, g = n / wide;
+            const bool there = g < p.groups;
             if (!p.pair) {
                 while (seg + 1 < p.n_segs && g >= p.segs[seg].groups_end) ++seg;
-                if (seg > 0) of_seg -= p.segs[seg - 1].groups_end;
+                if (seg > 0) g -= p.segs[seg - 1].groups_end;
             }
-            const bool there = g < p.groups;
-            base[s] = there ? p.segs[seg].base + part * p.part_bytes + (uint64_t)of_seg * p.cut.group_bytes(format) : 0;
-            column[s] = p.segs[seg].first_row + of_seg * wide + (p.bounds == 0 ? part * p.segs[seg].rows : 0);
-            rows[s] = there ? min(wide, p.segs[seg].rows - of_seg * wide) : 0;
+            n = g * wide + n % wide;
+            base[s] = there ? p.segs[seg].base + part * p.part_bytes + (uint64_t)g * p.cut.group_bytes(format) : 0;
+            place[s] = n % wide;
+            column[s] = p.segs[seg].first_row + n + (p.bounds == 0 ? part * p.segs[seg].rows : 0);
+            rows[s] = there && n < p.segs[seg].rows ? min(8u, p.segs[seg].rows - n) : 0;
         }
-        for (uint32_t n = threadIdx.x; n < BN; n += blockDim.x) {
+        for (uint32_t n = threadIdx.x; n < taken; n += blockDim.x) {
             const uint32_t r = row + n;
             uint32_t from = r;
             if (p.bounds != 0) {
@@ -84,10 +99,21 @@ struct Tables {
 
     // Output `o` of the block for row r; `up`: its partner in a pair.
     __device__ __forceinline__ void store(const Product& p, uint32_t r, uint32_t end, uint32_t o, float v, float up) const {
-        const uint32_t wide = p.cut.group_rows(), slot = o / wide;
-        if (r >= end || o % wide >= rows[slot]) return;
+        if (r >= end || o % 8 >= rows[o / 8]) return;
         const uint32_t out_row = p.bounds != 0 && p.scatter ? reinterpret_cast<const uint32_t*>(p.order)[r] : r;
-        put(p, out_row, r, column[slot] + o % wide, v, up);
+        put(p, out_row, r, column[o / 8] + o % 8, v, up);
+    }
+
+    // All outputs of rows `row .. end`, by the block, neighbours side by side: output o of the n-th of them is
+    // `values[n * stride + o]`.
+    __device__ __forceinline__ void store_all(const Product& p, uint32_t row, uint32_t end, const float* values,
+                                              uint32_t stride) const {
+        const uint32_t outputs = p.pair ? BM / 2 : BM;
+        for (uint32_t i = threadIdx.x; i < outputs * (end - row); i += blockDim.x) {
+            const uint32_t o = i & (outputs - 1), n = i / outputs;
+            const float* at = values + n * stride + o;
+            store(p, row + n, end, o, *at, p.pair ? at[BM / 2] : 0.0f);
+        }
     }
 };
 

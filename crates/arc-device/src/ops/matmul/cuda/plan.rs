@@ -70,20 +70,6 @@ impl Cut {
         }
     }
 
-    /// Shared memory of a block over many rows that takes `taken` of them: tables, and two stages of weights and rows.
-    /// `Mma` of mma.cuh.
-    pub fn shared_of_many(&self, format: Format, taken: usize, outputs: usize) -> u32 {
-        let (len, bytes) = unit(format);
-        let groups = outputs / self.group_rows();
-        let slab = SLICE / len * (self.group_rows() * bytes).next_multiple_of(16);
-        let sums = !matches!(format, Format::Q8_0 | Format::Iq2Xxs | Format::Mxfp4);
-        let halves = matches!(format.coding(), Coding::PerHalf(_));
-        let rows = taken * (if halves { 272 } else { 288 } + 32 + if sums { 32 } else { 0 });
-        let patterns = if format == Format::Iq2Xxs { 1024 } else { 4 };
-        let tables = (outputs / 8 * 16 + taken * 4 + patterns).next_multiple_of(8).next_multiple_of(128);
-        (tables + 2 * (groups * slab + rows)) as u32
-    }
-
     /// Bytes of the longest tile.
     fn longest_tile(&self, format: Format) -> usize {
         tile_bytes(format, SLICE.min(self.cols as usize))
@@ -195,6 +181,57 @@ pub(crate) struct Shape {
     pub blocks: u32,
     pub threads: u32,
     pub shared: u32,
+}
+
+/// A block over many rows.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Block {
+    pub outputs: usize,
+    pub rows: usize,
+    pub threads: u32,
+    pub shared: u32,
+}
+
+impl Block {
+    /// `size`: 1 or 2. `Fma` of fma.cuh.
+    pub fn of_floats(size: usize) -> Block {
+        let (outputs, rows) = (32 * size, 16 * size);
+        let shared = Block::tables(outputs, rows) + 8 * 4 * 32 * (outputs + rows);
+        Block { outputs, rows, threads: 256, shared: shared as u32 }
+    }
+
+    /// `warps` along the outputs, `along_rows` along the rows: `Mma` of mma.cuh.
+    pub fn of_slices(format: Format, warps: usize, along_rows: usize) -> Block {
+        let (outputs, rows) = (32 * warps, 32 * along_rows);
+        let stages = 2 * (warps * tile_bytes(format, SLICE) + Block::inputs(format, rows));
+        let shared = Block::head(format, outputs, rows) + stages.max(4 * rows * (outputs + 4));
+        Block { outputs, rows, threads: (32 * warps * along_rows) as u32, shared: shared as u32 }
+    }
+
+    /// Four warps that share the slices, `size` 1 or 2: `Split` of mma.cuh.
+    pub fn of_split(format: Format, size: usize) -> Block {
+        let (outputs, rows) = (32, 16 * size);
+        let stage = tile_bytes(format, SLICE) + Block::inputs(format, rows);
+        let shared = Block::head(format, outputs, rows) + 4 * (4 * rows * (outputs + 4) + stage);
+        Block { outputs, rows, threads: 128, shared: shared as u32 }
+    }
+
+    /// `Tables` of many.cuh.
+    fn tables(outputs: usize, rows: usize) -> usize {
+        (outputs / 8 * 20 + rows * 4).next_multiple_of(8)
+    }
+
+    /// Tables, and copies of the patterns of IQ2_XXS.
+    fn head(format: Format, outputs: usize, rows: usize) -> usize {
+        Block::tables(outputs, rows).next_multiple_of(128) + if format == Format::Iq2Xxs { 32_768 } else { 0 }
+    }
+
+    /// A slice of rows: `Rows` of mma.cuh.
+    fn inputs(format: Format, rows: usize) -> usize {
+        let natural = format == Format::Q8_0 || matches!(format.coding(), Coding::PerHalf(_));
+        let sums = !matches!(format, Format::Q8_0 | Format::Iq2Xxs | Format::Mxfp4);
+        rows * (if natural { 272 } else { 288 } + 32 + if sums { 32 } else { 0 })
+    }
 }
 
 /// Rows that a kernel over few rows takes: the smallest kernel that has room for `rows`.
