@@ -47,38 +47,32 @@ struct Fma {
         return halves(F, *reinterpret_cast<const unsigned short*>(at)).x;
     }
 
-    // Values k .. k + kLen of output o in one slice, zeros beyond its columns.
-    __device__ __forceinline__ void load(uint32_t slice, uint32_t cols, uint32_t o, uint32_t k, float (&v)[kLen]) const {
+    // Where output o's tile begins, and its lane there; null: there is no such output.
+    __device__ __forceinline__ const uint8_t* tile_of(uint32_t slice, uint32_t o, uint32_t& lane) const {
         const uint32_t slot = o / 8;
+        lane = shared.tables.place[slot] + o % 8 + (slice & (p.cut.c() - 1)) * p.cut.group_rows();
+        const uint8_t* base = reinterpret_cast<const uint8_t*>(shared.tables.base[slot]);
+        return base == nullptr ? nullptr : base + p.cut.tile_at(F, slice >> p.cut.log_c);
+    }
+
+    // Where its values k .. k + kLen are; the next ones, of a step of KC columns, are 32 units on.
+    __device__ __forceinline__ static const uint4* units_of(const uint8_t* tile, uint32_t lane, uint32_t k) {
+        tile += F == FP8 ? k / 128 * (kLanes * 129) + k % 128 / 16 * 512 : k / kLen * 512;
+        return reinterpret_cast<const uint4*>(tile) + lane;
+    }
+
+    // `scale`: of FP8.
+    __device__ __forceinline__ static void decode(const uint4& unit, float scale, float (&v)[kLen]) {
 #pragma unroll
-        for (int i = 0; i < kLen; ++i) v[i] = 0.0f;
-        if (shared.tables.base[slot] == 0 || k >= cols) return;
-        const uint32_t lane = shared.tables.place[slot] + o % 8 + (slice & (p.cut.c() - 1)) * p.cut.group_rows();
-        const uint8_t* tile = reinterpret_cast<const uint8_t*>(shared.tables.base[slot]) + p.cut.tile_at(F, slice >> p.cut.log_c);
-        if constexpr (F == FP8) {
-            const uint8_t* unit = tile + k / 128 * (kLanes * 129);
-            const uint4 codes = load16(unit + k % 128 / 16 * 512 + 16 * lane);
-            const float scale = e8m0(unit[8 * 512 + lane]);
-#pragma unroll
-            for (int i = 0; i < 16; i += 2) {
-                const float2 two = e4m3x2(word(codes, i / 4) >> (8 * (i % 4)));
+        for (int i = 0; i < kLen; i += F == F32 ? 1 : 2) {
+            if constexpr (F == F32) {
+                v[i] = __uint_as_float(word(unit, i));
+            } else if constexpr (F == FP8) {
+                const float2 two = e4m3x2(word(unit, i / 4) >> (8 * (i % 4)));
                 v[i] = __fmul_rn(two.x, scale), v[i + 1] = __fmul_rn(two.y, scale);
-            }
-        } else if (k + kLen <= cols) {
-            const uint4 four = load16(tile + k / kLen * 512 + 16 * lane);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if constexpr (F == F32) {
-                    v[i] = __uint_as_float(word(four, i));
-                } else {
-                    const float2 two = halves(F, word(four, i));
-                    v[2 * i] = two.x, v[2 * i + 1] = two.y;
-                }
-            }
-        } else {
-#pragma unroll
-            for (int i = 0; i < kLen; ++i) {
-                if (k + i < cols) v[i] = one(tile, lane, cols, k + i);
+            } else {
+                const float2 two = halves(F, word(unit, i / 2));
+                v[i] = two.x, v[i + 1] = two.y;
             }
         }
     }
@@ -86,14 +80,36 @@ struct Fma {
     // Columns k .. k + KC of a slice.
     __device__ __forceinline__ void stage(Warp& to, uint32_t slice, uint32_t cols, uint32_t k) const {
         const uint32_t lane = threadIdx.x & 31, row = lane % BN, input = shared.tables.input[row];
+        constexpr int kUnits = KC / kLen;
+        uint4 units[BM / 32][kUnits] = {};
+        float scales[BM / 32] = {};
+        const bool whole = k + KC <= cols;
+        // All loads are on their way before the first value is used.
 #pragma unroll
-        for (int o = 0; o < BM; o += 32) {
+        for (int i = 0; i < BM / 32; ++i) {
+            uint32_t at;
+            const uint8_t* tile = tile_of(slice, 32 * i + lane, at);
+            if (tile == nullptr || !whole) continue;
 #pragma unroll
-            for (int j = 0; j < KC; j += kLen) {
+            for (int j = 0; j < kUnits; ++j) units[i][j] = __ldg(units_of(tile, at, k) + 32 * j);
+            if constexpr (F == FP8) scales[i] = e8m0(tile[k / 128 * (kLanes * 129) + 8 * 512 + at]);
+        }
+#pragma unroll
+        for (int i = 0; i < BM / 32; ++i) {
+#pragma unroll
+            for (int j = 0; j < kUnits; ++j) {
                 float v[kLen];
-                load(slice, cols, o + lane, k + j, v);
+                decode(units[i][j], scales[i], v);
 #pragma unroll
-                for (int i = 0; i < kLen; ++i) to.w[j + i][o + lane] = v[i];
+                for (int n = 0; n < kLen; ++n) to.w[kLen * j + n][32 * i + lane] = v[n];
+            }
+        }
+        if constexpr (F != FP8) {
+            // The last columns, one by one.
+            for (int i = 0; i < BM / 32 && !whole; ++i) {
+                uint32_t at;
+                const uint8_t* tile = tile_of(slice, 32 * i + lane, at);
+                for (uint32_t j = 0; tile != nullptr && k + j < cols; ++j) to.w[j][32 * i + lane] = one(tile, at, cols, k + j);
             }
         }
         // Lanes of one row share its columns.
@@ -123,14 +139,14 @@ struct Fma {
         // Lanes side by side read the same outputs, every second one the same rows: shared memory serves 16 lanes at once.
         const uint32_t lo = lane / 2 % 8 * 4, ln = (lane / 16 * 2 + lane % 2) * 4;
         Warp& own = shared.warps[warp];
-        // A thread adds up eight outputs: of one column, of every fourth row.
+        // A thread adds up slices for so many rows of one column.
         constexpr int kEach = BM * BN / (32 * W);
         const uint32_t column = threadIdx.x % BM, first_row = threadIdx.x / BM;
         float total[kEach] = {};
         for (uint32_t first = 0; first < p.cut.slices; first += W) {
             const uint32_t slice = first + warp;
             if (slice < p.cut.slices) {
-                const uint32_t cols = p.cut.tail() != 0 && slice + 1 == p.cut.slices ? p.cut.tail() : kSlice;
+                const uint32_t cols = p.cut.cols_of(slice);
                 float acc[O][N] = {};
                 for (uint32_t k = 0; k < cols; k += KC) {
                     __syncwarp();
@@ -146,7 +162,9 @@ struct Fma {
 #pragma unroll
                         for (int o = 0; o < O; ++o) {
 #pragma unroll
-                            for (int n = 0; n < N; ++n) acc[o][n] = __fmaf_rn(part(w[o / 4], o % 4), part(x[n / 4], n % 4), acc[o][n]);
+                            for (int n = 0; n < N; ++n) {
+                                acc[o][n] = __fmaf_rn(part(w[o / 4], o % 4), part(x[n / 4], n % 4), acc[o][n]);
+                            }
                         }
                     }
                 }
@@ -157,7 +175,8 @@ struct Fma {
                     float* to = sums[n / 4 * 16 + ln + n % 4] + lo;
 #pragma unroll
                     for (int o = 0; o < O; o += 4) {
-                        *reinterpret_cast<float4*>(to + 8 * o) = make_float4(acc[o][n], acc[o + 1][n], acc[o + 2][n], acc[o + 3][n]);
+                        *reinterpret_cast<float4*>(to + 8 * o) =
+                            make_float4(acc[o][n], acc[o + 1][n], acc[o + 2][n], acc[o + 3][n]);
                     }
                 }
             }
