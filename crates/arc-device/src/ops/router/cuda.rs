@@ -91,12 +91,12 @@ pub(crate) fn choose(
         return dev.launch(kernel, Grid::new(blocks, THREADS), args);
     }
     if hidden.is_multiple_of(SUM_CHUNK) {
-        let (kernel, wide) = match rows >= WIDE_ROWS {
-            true => (kernel!("arc_router_scores_32"), 32),
-            false => (kernel!("arc_router_scores_8"), 8),
+        let (kernel, wide, threads) = match rows >= WIDE_ROWS {
+            true => (kernel!("arc_router_scores_32"), 32, 2 * THREADS),
+            false => (kernel!("arc_router_scores_8"), 8, THREADS),
         };
         let shared = 4 * (SUM_CHUNK * (TILE_ROWS + wide)) as u32;
-        let grid = Grid::xy(of.div_ceil(wide as u32), n.div_ceil(TILE_ROWS as u32), THREADS).shared(shared);
+        let grid = Grid::xy(of.div_ceil(wide as u32), n.div_ceil(TILE_ROWS as u32), threads).shared(shared);
         dev.launch(kernel, grid, args![scores, h, gate, width, of, n])?;
     } else {
         let grid = Grid::xy(of.div_ceil(THREADS / 32), n, THREADS);

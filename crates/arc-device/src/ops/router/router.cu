@@ -138,7 +138,7 @@ ARC_ROUTER_FEW(4)
 
 namespace {
 
-constexpr int kTileRows = 16;
+constexpr int kTileRows = 16, kChunk4 = kSumChunk / 4;
 constexpr int kSub = 4;  // rows and experts of a warp's product
 
 // One chunk of 4 x 4 dot products: lane l takes elements l + 32 j. Runs of halvings are folded as they become complete,
@@ -186,8 +186,8 @@ __device__ __forceinline__ float fold_lanes16(const float (&v)[kSub][kSub]) {
     return __fadd_rn(s[0], __shfl_xor_sync(kFullWarp, s[0], 1));
 }
 
-// scores[row][expert] of a tile of 16 rows and EXPERTS experts. Dynamic shared memory: 16 + EXPERTS chunks.
-template <int EXPERTS>
+// scores[row][expert] of a tile of 16 rows and EXPERTS experts by WARPS warps. Dynamic shared memory: 16 + EXPERTS chunks.
+template <int EXPERTS, int WARPS>
 __device__ __forceinline__ void tile_scores(float* scores, const float* h, const float* gate, unsigned hidden,
                                             unsigned experts, unsigned rows) {
     extern __shared__ __align__(16) float tile[];
@@ -195,23 +195,23 @@ __device__ __forceinline__ void tile_scores(float* scores, const float* h, const
     const int t = threadIdx.x, warp = t / 32, lane = t % 32;
     const unsigned first_expert = blockIdx.x * EXPERTS, first_row = blockIdx.y * kTileRows;
     float *xs = tile, *ws = tile + kTileRows * kSumChunk;
-    constexpr int kTasks = kTileRows / kSub * (EXPERTS / kSub), kEach = kTasks / kWarps;
+    constexpr int kTasks = kTileRows / kSub * (EXPERTS / kSub), kEach = kTasks / WARPS;
     float totals[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) totals[i] = 0.0f;
     pdl_wait();
     for (unsigned start = 0; start < hidden; start += kSumChunk) {
         __syncthreads();
-        for (int i = 0; i < kTileRows + EXPERTS; ++i) {
+        for (int i = t / kChunk4; i < kTileRows + EXPERTS; i += 32 * WARPS / kChunk4) {
             const bool is_row = i < kTileRows;
             const unsigned r = is_row ? min(first_row + i, rows - 1) : min(first_expert + i - kTileRows, experts - 1);
             const float4* from = reinterpret_cast<const float4*>((is_row ? h : gate) + (size_t)r * hidden + start);
-            reinterpret_cast<float4*>(tile + i * kSumChunk)[t] = from[t];
+            reinterpret_cast<float4*>(tile + i * kSumChunk)[t % kChunk4] = from[t % kChunk4];
         }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-            const int task = warp + kWarps * i, r = task % (kTileRows / kSub) * kSub, e = task / (kTileRows / kSub) * kSub;
+            const int task = warp + WARPS * i, r = task % (kTileRows / kSub) * kSub, e = task / (kTileRows / kSub) * kSub;
             float v[kSub][kSub];
             fold_products<kSumChunk / 32, 1, 0>(v, xs + r * kSumChunk + lane, ws + e * kSumChunk + lane);
             totals[i] = __fadd_rn(totals[i], fold_lanes16(v));
@@ -219,7 +219,7 @@ __device__ __forceinline__ void tile_scores(float* scores, const float* h, const
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-        const int task = warp + kWarps * i, r = task % (kTileRows / kSub) * kSub, e = task / (kTileRows / kSub) * kSub;
+        const int task = warp + WARPS * i, r = task % (kTileRows / kSub) * kSub, e = task / (kTileRows / kSub) * kSub;
         const unsigned row = first_row + r + lane / 2 / kSub, expert = first_expert + e + lane / 2 % kSub;
         if (lane % 2 == 0 && row < rows && expert < experts) scores[(size_t)row * experts + expert] = score(totals[i]);
     }
@@ -228,17 +228,17 @@ __device__ __forceinline__ void tile_scores(float* scores, const float* h, const
 }  // namespace
 
 // Grid: (experts / 32, rows / 16).
-extern "C" __global__ void __launch_bounds__(32 * kWarps, 1)
+extern "C" __global__ void __launch_bounds__(32 * 16, 1)
     arc_router_scores_32(float* scores, const float* h, const float* gate, unsigned hidden, unsigned experts,
                          unsigned rows) {
-    tile_scores<32>(scores, h, gate, hidden, experts, rows);
+    tile_scores<32, 16>(scores, h, gate, hidden, experts, rows);
 }
 
 // Grid: (experts / 8, rows / 16): more blocks, for fewer rows.
 extern "C" __global__ void __launch_bounds__(32 * kWarps, 2)
     arc_router_scores_8(float* scores, const float* h, const float* gate, unsigned hidden, unsigned experts,
                         unsigned rows) {
-    tile_scores<8>(scores, h, gate, hidden, experts, rows);
+    tile_scores<8, kWarps>(scores, h, gate, hidden, experts, rows);
 }
 
 // A warp an expert and row. Grid: (experts / 8, rows).
