@@ -21,6 +21,10 @@ pub fn cases(suite: &mut Suite) {
             let name = format!("matmul/{}/{n}x{k}", format.name());
             suite.case(&name, |suite| product(suite, &[(format, n)], k, &ROWS));
         }
+        // Numbers of blocks by which 132 multiprocessors choose each of the kernels over many rows.
+        suite.case(&format!("matmul/{}/blocks", format.name()), |suite| {
+            product(suite, &[(format, 4100)], odd(format), &[64, 100, 129])
+        });
         let long = 4 * format.block_len().max(256);
         suite.case(&format!("matmul/{}/embed", format.name()), |suite| embed(suite, &[(format, 97)], long));
     }
@@ -49,13 +53,17 @@ pub fn cases(suite: &mut Suite) {
 
 fn shapes(format: Format) -> [(usize, usize); 4] {
     // One tile a group and several, slices by four, two and one, and where a format allows it a short one.
-    let odd = match format.block_len() {
+    [(35, 512), (40, 4096), (33, odd(format)), (1, 256)]
+}
+
+/// Columns that are an odd number of slices, the last a short one where the format allows it.
+fn odd(format: Format) -> usize {
+    match format.block_len() {
         256 => 768,
         128 => 640,
         1 => 301,
         _ => 576,
-    };
-    [(35, 512), (40, 4096), (33, odd), (1, 256)]
+    }
 }
 
 /// Random rows with finite scales near 1e-2.

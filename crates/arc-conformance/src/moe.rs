@@ -325,10 +325,13 @@ pub fn cases(suite: &mut Suite) {
     cases.push(Case { scores: Scores::Ties, ..Case::new(2048, 256, 256, 6, 1) });
     cases.push(Case::new(256, 256, 8, 2, 3));
     cases.push(Case::new(512, 256, 300, 16, 20));
-    for formats in
-        [[Format::Q8_0; 3], [Format::Mxfp4, Format::Mxfp4, Format::Fp8], [Format::Q2K, Format::Q8_0, Format::F16]]
-    {
-        for rows in [1, 7] {
+    for formats in [
+        [Format::Q8_0; 3],
+        [Format::Mxfp4, Format::Mxfp4, Format::Fp8],
+        [Format::Q2K, Format::Q8_0, Format::F16],
+        [Format::F16, Format::Fp8, Format::Q8_0],
+    ] {
+        for rows in [1, 7, 70] {
             cases.push(Case { formats, ..Case::new(1024, 256, 16, 4, rows) });
         }
     }
