@@ -122,8 +122,8 @@ settings! {
     slots: Auto = Auto::Auto, Kind::AutoInt(1, 256);
     Engine: /// Tokens that the KV pool holds; auto: four contexts, or slots contexts where that is less
     kv_tokens: Auto = Auto::Auto, Kind::AutoInt(16, 1 << 30);
-    Engine: /// Rows of the largest step
-    max_rows: u32 = 512, Kind::Int(1, 4096);
+    Engine: /// Rows of the largest step; auto: 2048 on the CUDA device, 512 on the CPU
+    max_rows: Auto = Auto::Auto, Kind::AutoInt(1, 4096);
     Engine: /// Rows of a step that go through the output head; auto: twice the slots or one for each draft, at least 8, and 128 for eval
     heads: Auto = Auto::Auto, Kind::AutoInt(1, 4096);
     Engine: /// Decode steps that the device runs ahead of the host

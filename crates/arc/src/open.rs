@@ -210,7 +210,11 @@ impl Described {
             Some(tokens) => Limits::blocks_for(tokens as usize),
             None => per_context * slots.min(SHARED_CONTEXTS),
         };
-        let rows = config.max_rows as usize;
+        let rows = config.max_rows.value().unwrap_or(match config.device {
+            Device::Cpu => 512,
+            // Each expert's weights are decoded for more rows at once.
+            Device::Cuda => 2048,
+        }) as usize;
         Ok(Limits { slots, rows, heads: heads.min(rows), context, blocks, ring: 2 * config.burst as usize + 2 })
     }
 

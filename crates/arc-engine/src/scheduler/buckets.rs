@@ -11,8 +11,9 @@ pub enum Buckets {
     List(Vec<u32>),
 }
 
-/// Row counts that are recorded: dense where decoding lives, then doubling for chunks.
-const RECORDED: [u32; 19] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048];
+/// Row counts that are recorded: dense where decoding lives, then so that at most a third of a chunk is padding.
+const RECORDED: [u32; 22] =
+    [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048];
 /// Up to so many rows, steps in which one sequence asks for drafts are recorded apart from those in which several do. More
 /// kinds would be recorded for each number of drafts too, to save rows of one layer.
 const ONE_DRAFTS: u32 = 8;

@@ -267,11 +267,11 @@ mod tests {
         })
         .expect("all values are good");
         let c = &resolved.config;
-        assert_eq!((c.burst, c.queue, c.port, c.max_rows), (2, 8, 9002, 512));
+        assert_eq!((c.burst, c.queue, c.port, c.default_max_tokens), (2, 8, 9002, 8192));
         assert_eq!(*resolved.source("burst"), Source::File(path, 1));
         assert_eq!(*resolved.source("queue"), Source::Env);
         assert_eq!(*resolved.source("port"), Source::Flag);
-        assert_eq!(*resolved.source("max_rows"), Source::Default);
+        assert_eq!(*resolved.source("default_max_tokens"), Source::Default);
     }
 
     #[test]
@@ -300,7 +300,10 @@ mod tests {
             (message(Some("numerics = \"exact\""), &[], &[]), "reference or simulated or simulated-full or serving"),
             (message(None, &[("ARC_NUMERICS", "severing")], &[]), "did you mean `serving`?"),
             (message(None, &[("ARC_CONFIG", "/no/such/file")], &[]), "cannot read the configuration file"),
-            (message(None, &[], &[("max_rows", "NaN")]), "(from --max-rows), must be an integer from 1 to 4096"),
+            (
+                message(None, &[], &[("max_rows", "NaN")]),
+                "(from --max-rows), must be auto or an integer from 1 to 4096",
+            ),
             (message(None, &[], &[("threads", "-1")]), "must be auto or an integer"),
             (message(None, &[], &[("host", "example")]), "must be an IP address"),
         ];
