@@ -10,7 +10,7 @@ use arc_device::error::Result;
 use arc_device::ops_v4::OpsV4;
 use arc_device::step::{CtxClass, Limits, Part, StepKey};
 use arc_device::trace::{Stage, Trace};
-use arc_device::{Alloc, Buffers, MemoryTable, ModelShape, Steps};
+use arc_device::{Alloc, Buffers, MemoryTable, ModelShape, Readback, Steps};
 
 use crate::drafter::{Drafter, OwnBlock};
 use crate::load::{LoadError, ModelFile};
@@ -106,6 +106,17 @@ impl<D: OpsV4 + Alloc> Model<D> {
         };
         dev.finish(&config.shape())?;
         Ok(model)
+    }
+}
+
+impl<D: Readback> Model<D> {
+    /// Random rows of KV cache where the model has such to give; otherwise it stays zero. For measurements.
+    pub fn fill_rows(&mut self, dev: &mut D, limits: &Limits) -> std::result::Result<(), LoadError> {
+        match self {
+            Model::Decoder(_) => {}
+            Model::DeepseekV4(model) => model.fill_rows(dev, limits)?,
+        }
+        Ok(())
     }
 }
 

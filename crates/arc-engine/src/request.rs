@@ -23,6 +23,9 @@ pub struct Request {
     pub prompt_logprobs: Option<u32>,
     /// Says before every draw which tokens may come next.
     pub grammar: Option<Box<dyn TokenMask>>,
+    /// Prompt tokens that count as run although they are not: what they would have left is whatever memory holds. For
+    /// measurements far into a context.
+    pub depth: u32,
 }
 
 impl Request {
@@ -37,6 +40,7 @@ impl Request {
             logprobs: None,
             prompt_logprobs: None,
             grammar: None,
+            depth: 0,
         }
     }
 }
@@ -92,6 +96,9 @@ impl ValidRequest {
         }
         let max_out = output_len(&request, limits)?;
         check_sampling(&request.sampling, max_out, limits)?;
+        let scored = request.prompt_logprobs.is_some();
+        let deep = request.depth == 0 || (request.depth as usize) < request.prompt.len() && !scored;
+        in_range("depth", request.depth, deep, "less than the prompt's tokens, and 0 where those are scored")?;
         Ok(ValidRequest { request, max_out, limits: *limits })
     }
 

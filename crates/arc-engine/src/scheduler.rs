@@ -57,6 +57,8 @@ pub struct Want {
     pub two_part: bool,
     /// Whether it may have several tokens a step: nobody wants to see each of them before the next.
     pub speculates: bool,
+    /// Prompt tokens that count as run.
+    pub depth: u32,
 }
 
 impl Want {
@@ -206,7 +208,8 @@ impl Scheduler {
         let place = Place { slot, generation, blocks: blocks.clone() };
         let speculate = if want.speculates { self.config.speculate } else { Speculate::Off };
         let pace = Pace::new(speculate, self.config.max_drafts);
-        self.running[usize::from(slot)] = Some(Running { want, blocks, pos: 0, out: 0, verifying: 0, asked: 0, pace });
+        let pos = want.depth;
+        self.running[usize::from(slot)] = Some(Running { want, blocks, pos, out: 0, verifying: 0, asked: 0, pace });
         Some(place)
     }
 

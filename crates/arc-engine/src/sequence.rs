@@ -93,7 +93,7 @@ impl Sequence {
             sampling: request.sampling.clone(),
             blocks: place.blocks.clone(),
             penalty_prompt: if reads_prompt { want.prompt.to_vec() } else { Vec::new() },
-            pos: 0,
+            pos: want.depth,
             logprobs: request.logprobs,
             prompt_top: request.prompt_logprobs.unwrap_or(0),
         };

@@ -9,7 +9,7 @@ use std::{
 };
 
 use arc_device::{
-    Alloc, DeviceLoop, Steps,
+    Alloc, DeviceLoop, Readback, Steps,
     cpu::Cpu,
     cuda::{Cuda, CudaOptions},
     step::{BLOCK_TOKENS, CtxClass, Limits, MAX_DRAFTS, Part, StepKey},
@@ -125,12 +125,14 @@ pub struct Sizes {
     pub slots: u32,
     /// Rows of a step that go through the output head; `None`: as many as decoding needs.
     pub heads: Option<u32>,
+    /// Whether the KV cache begins with random rows: for measurements.
+    pub random_rows: bool,
 }
 
 impl Sizes {
     /// For this many sequences that answer.
     pub fn slots(slots: u32) -> Sizes {
-        Sizes { slots, heads: None }
+        Sizes { slots, heads: None, random_rows: false }
     }
 }
 
@@ -262,24 +264,28 @@ pub struct Running {
 pub fn load(described: &Described, config: &Config, limits: &Limits) -> Result<Box<dyn DeviceLoop>, OpenError> {
     let (file, model) = (&described.file, &described.config);
     Ok(match config.device {
-        Device::Cpu => Box::new(on(Cpu::new(threads(config), *limits), file, model, limits)?),
+        Device::Cpu => Box::new(on(Cpu::new(threads(config), *limits), file, model, limits, false)?),
         // Any number of rows is more than can be recorded.
         Device::Cuda => {
             let options = CudaOptions { capture: false, ..cuda_options(config) };
             let gpu = Cuda::new(options, *limits).map_err(LoadError::from)?;
-            Box::new(on(gpu, file, model, limits)?)
+            Box::new(on(gpu, file, model, limits, false)?)
         }
     })
 }
 
 /// A model on its device.
-fn on<D: Steps + Alloc>(
+fn on<D: Steps + Alloc + Readback>(
     mut device: D,
     file: &ModelFile,
     model: &ModelConfig,
     limits: &Limits,
+    random_rows: bool,
 ) -> Result<Runner<D>, LoadError> {
-    let model = Model::load(&mut device, file, model, limits)?;
+    let mut model = Model::load(&mut device, file, model, limits)?;
+    if random_rows {
+        model.fill_rows(&mut device, limits)?;
+    }
     Ok(Runner::new(device, model))
 }
 
@@ -295,14 +301,15 @@ pub fn start_engine(described: &Described, config: &Config, sizes: Sizes) -> Res
     let started = match config.device {
         Device::Cpu => {
             let threads = threads(config);
-            engine::spawn(set_up, limits, vocab, move || on(Cpu::new(threads, limits), &file, &model, &limits))
+            let cpu = move || on(Cpu::new(threads, limits), &file, &model, &limits, sizes.random_rows);
+            engine::spawn(set_up, limits, vocab, cpu)
         }
         Device::Cuda => {
             let options = cuda_options(config);
             let mut keys = set_up.buckets.keys(&limits, &described.drafts(config));
             let (steps, verify_all) = (keys.len(), config.verify_replay.is_on());
             engine::spawn(set_up, limits, vocab, move || {
-                let mut runner = on(Cuda::new(options, limits)?, &file, &model, &limits)?;
+                let mut runner = on(Cuda::new(options, limits)?, &file, &model, &limits, sizes.random_rows)?;
                 if options.capture {
                     let began = Instant::now();
                     runner.warm_up(&keys)?;

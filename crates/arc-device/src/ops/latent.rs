@@ -223,6 +223,36 @@ impl RowFormat {
         }
     }
 
+    /// Rows of plain numbers up to about 2, as stored; for measurements.
+    pub fn random_rows(self, dim: usize, rows: usize, seed: u64) -> Vec<u8> {
+        let row_bytes = self.row_bytes(dim);
+        let mut bytes = vec![0; (rows * row_bytes).next_multiple_of(8)];
+        let mut state = seed;
+        for word in bytes.as_chunks_mut().0 {
+            *word = split_mix(&mut state).to_le_bytes();
+        }
+        bytes.truncate(rows * row_bytes);
+        // Sign and mantissa of an f32 or BF16 between 1/2 and 1.
+        let halve = |high: &mut [u8]| (high[0], high[1]) = (high[0] & 0x7f, high[1] & 0x80 | 0x3f);
+        for row in bytes.chunks_exact_mut(row_bytes) {
+            match self {
+                RowFormat::F32 | RowFormat::RoundedFp8 | RowFormat::RoundedFp4 => {
+                    row.as_chunks_mut::<4>().0.iter_mut().for_each(|x| halve(&mut x[2..]));
+                }
+                RowFormat::Fp8 => {
+                    let (codes, rest) = row.split_at_mut(dim - ROPE_DIM);
+                    // Without the largest exponents, NaN among them.
+                    codes.iter_mut().for_each(|code| *code &= 0xbf);
+                    let (rope, scales) = rest.split_at_mut(2 * ROPE_DIM);
+                    rope.as_chunks_mut::<2>().0.iter_mut().for_each(|x| halve(x));
+                    scales.fill(127);
+                }
+                RowFormat::Fp4 => row[dim / 2..].fill(127),
+            }
+        }
+        bytes
+    }
+
     /// What storing a row and reading it again leaves of it. Once more changes nothing, but for index rows, whose
     /// transform is part of it.
     pub(crate) fn round(self, x: &mut [f32]) {
@@ -272,6 +302,14 @@ impl RowFormat {
             RowFormat::Fp4 => quant::unpack_index_row(bytes, out),
         }
     }
+}
+
+/// The next word of SplitMix64 (Steele, Lea, Flood 2014).
+fn split_mix(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let x = (*state ^ *state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ x >> 31
 }
 
 fn kv_row(dim: usize) -> KvRow {

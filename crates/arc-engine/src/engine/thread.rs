@@ -181,6 +181,7 @@ impl<L: DeviceLoop> EngineThread<L> {
                 score: request.prompt_logprobs.is_some(),
                 two_part: host || request.grammar.is_some(),
                 speculates: !host && request.grammar.is_none() && request.logprobs.is_none(),
+                depth: request.depth,
             };
             if want.max_out == 0 && want.scored_rows() == 0 {
                 // Nothing to draw and nothing to score.

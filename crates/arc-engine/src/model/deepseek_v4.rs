@@ -25,12 +25,13 @@ mod report;
 mod weights;
 
 use arc_device::error::Result;
+use arc_device::ops::latent::RowFormat;
 use arc_device::ops_v4::{
     ExpertWeights, ExpertWork, HcHead, HcSite, Incoming, LatentLayer, LatentState, LatentWeights, LatentWork, OpsV4,
     Streams,
 };
-use arc_device::step::{CtxClass, Part, StepKey};
-use arc_device::{Buffers, Norm};
+use arc_device::step::{CtxClass, Limits, Part, StepKey};
+use arc_device::{Buffers, Norm, Readback};
 
 use draft::Draft;
 
@@ -95,6 +96,28 @@ pub struct DeepseekV4<D: Buffers> {
     /// Where the configuration asks for it.
     draft: Option<Draft<D>>,
     ws: Workspace<D>,
+}
+
+impl<D: Readback> DeepseekV4<D> {
+    /// Random rows in place of what sequences would have left: for measurements of some that nobody ran.
+    pub fn fill_rows(&mut self, dev: &mut D, limits: &Limits) -> Result<()> {
+        for (i, (state, &kind)) in self.state.iter_mut().zip(&self.config.layers).enumerate() {
+            let layer: LatentLayer<'_, D> = latent_layer(&self.config, &self.rope, kind);
+            let (att, seed) = (layer.attention, i as u64);
+            dev.write(&mut state.window, &layer.row_format.random_rows(att.dim, limits.slots * att.ring(), seed))?;
+            let rows = layer.rows.zip(state.rows.as_mut()).map(|(shape, pool)| (shape, pool, layer.row_format));
+            let keys = layer.index.zip(state.keys.as_mut());
+            let keys = keys.map(|((_, shape), pool)| (shape, pool, layer.key_format));
+            for (shape, pool, format) in rows.into_iter().chain(keys) {
+                let n = limits.blocks * shape.rows_per_block();
+                dev.write(&mut pool.rows, &format.random_rows(shape.dim, n, seed))?;
+                let ring = RowFormat::F32.random_rows(1, shape.ring_elements(limits.slots), seed);
+                let ring = ring.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x));
+                dev.write(&mut pool.ring, &ring.collect::<Vec<_>>())?;
+            }
+        }
+        Ok(())
+    }
 }
 
 impl<D: OpsV4> DeepseekV4<D> {

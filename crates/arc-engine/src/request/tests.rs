@@ -54,6 +54,10 @@ fn every_parameter_out_of_range_is_refused_by_name() {
 
     assert_eq!(refused(|r| r.sampling.min_tokens = 5), "min_tokens is 5, must be at most max_tokens");
     assert_eq!(refused(|r| r.sampling.min_tokens = 4), "accepted with 4 tokens");
+    let depth = "must be less than the prompt's tokens, and 0 where those are scored";
+    assert_eq!(refused(|r| r.depth = 2), "accepted with 4 tokens");
+    assert_eq!(refused(|r| r.depth = 3), format!("depth is 3, {depth}"));
+    assert_eq!(refused(|r| (r.depth, r.prompt_logprobs) = (1, Some(0))), format!("depth is 1, {depth}"));
     let bias = |bias: Vec<(u32, f32)>| refused(|r| r.sampling.bias = bias);
     assert_eq!(bias(vec![(99, 100.0), (0, -100.0)]), "accepted with 4 tokens");
     assert_eq!(bias(vec![(100, 1.0)]), "logit_bias names token 100, but the vocabulary has 100 tokens");

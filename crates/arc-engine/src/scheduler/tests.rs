@@ -15,7 +15,7 @@ fn speculating(limits: Limits, buckets: Buckets, speculate: Speculate) -> Schedu
 }
 
 fn want(len: u32, max_out: u32) -> Want {
-    Want { prompt: (100..100 + len).collect(), max_out, score: false, two_part: false, speculates: true }
+    Want { prompt: (100..100 + len).collect(), max_out, score: false, two_part: false, speculates: true, depth: 0 }
 }
 
 /// `(slot, offset, token, flags)` of each row.
@@ -46,6 +46,15 @@ fn a_prompt_runs_in_chunks_and_its_last_row_draws() {
     assert_eq!(s.n_running(), 1, "and it runs until its end has landed");
     s.end(0);
     assert_eq!((s.n_running(), s.blocks().free()), (0, 200));
+}
+
+#[test]
+fn rows_that_count_as_run_are_left_out() {
+    let mut s = scheduler(limits(), Buckets::Exact);
+    let mut plan = StepPlan::default();
+    s.admit(Want { depth: 4, ..want(6, 3) }).expect("room");
+    s.plan(&mut plan).expect("the rest of the prompt");
+    assert_eq!((table(&plan), plan.context), (vec![(0, 0, 104, 0), (0, 1, 105, DRAW)], 6));
 }
 
 #[test]

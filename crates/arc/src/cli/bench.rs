@@ -39,6 +39,10 @@ pub struct Args {
     /// Sequences side by side
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
     batch: u32,
+    /// Position at which sequences begin, behind a prompt that nobody ran; DeepSeek-V4's rows before it are random. Takes
+    /// a context as long
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    depth: u32,
     /// Measured repetitions, after one that is not
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     reps: u32,
@@ -96,7 +100,7 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     let model = open_model(&args.model, config)?;
     // Room for every sequence at once, whatever the defaults for sharing are.
     let mut sized = config.clone();
-    let longest = (args.pp + 1).max(args.tg + 2);
+    let longest = args.depth + (args.pp + 1).max(args.tg + 2);
     let seqs = args.batch + u32::from(args.mixed);
     if config.kv_tokens.value().is_none() {
         sized.kv_tokens = arc::config::Auto::Value((longest.next_multiple_of(32)) * seqs);
@@ -106,7 +110,8 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     // What the processor can read says nothing of a GPU.
     let roof = on_cpu.then(|| bandwidth::read_bytes_per_s(threads));
     // Token ids are all it takes, so that a model without a tokenizer can be measured too.
-    let engine = &open::start_engine(&model, &sized, Sizes::slots(seqs))?;
+    let sizes = Sizes { random_rows: args.depth > 0, ..Sizes::slots(seqs) };
+    let engine = &open::start_engine(&model, &sized, sizes)?;
     let vocab = engine.limits().vocab;
     let (mut prefills, mut decodes, mut mixed) = (Vec::new(), Vec::new(), Mixed::default());
     for rep in 0..=args.reps {
@@ -140,6 +145,7 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
             "device": if on_cpu { "cpu" } else { "cuda" },
             "cpu": bandwidth::cpu_name(),
             "batch": args.batch,
+            "depth": args.depth,
         });
         if let Some(roof) = roof {
             body["threads"] = json!(threads);
@@ -173,7 +179,8 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     } else {
         format!("GPU {}", config.gpu)
     };
-    writeln!(out, "{}, {} on {place}", args.model, model.main_format())?;
+    let depth = if args.depth > 0 { format!(", from position {} on", args.depth) } else { String::new() };
+    writeln!(out, "{}, {} on {place}{depth}", args.model, model.main_format())?;
     if args.mixed {
         writeln!(out, "{}", mixed.text(args))?;
         return Ok(ExitCode::SUCCESS);
@@ -196,14 +203,15 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
 /// Prompt tokens a second, from submission to the last first token.
 fn prefill(engine: &EngineHandle, args: &Args, vocab: u32, rep: u32) -> Result<f64> {
     let start = Instant::now();
-    let ends = run_batch(engine, args.batch, |seq| request(prompt(args.pp, vocab, rep, seq), 1))?;
+    let ends = run_batch(engine, args.batch, |seq| deep(args, prompt(args.depth + args.pp, vocab, rep, seq), 1))?;
     let last = ends.iter().map(|s| s.first).max().unwrap_or(start);
     Ok(f64::from(args.pp * args.batch) / (last - start).as_secs_f64())
 }
 
 /// Output tokens a second, from when every sequence has its first token to when the first one ends.
 fn decode(engine: &EngineHandle, args: &Args, vocab: u32, rep: u32) -> Result<Decode> {
-    let ends = run_batch(engine, args.batch, |seq| request(prompt(1, vocab, rep, seq), args.tg + 1))?;
+    let tokens = |seq| prompt(args.depth + 1, vocab, rep, seq);
+    let ends = run_batch(engine, args.batch, |seq| deep(args, tokens(seq), args.tg + 1))?;
     let begin = ends.iter().map(|s| s.first).max().unwrap_or_else(Instant::now);
     let end = ends.iter().map(|s| s.last).max().unwrap_or(begin);
     let tokens = ends.iter().flat_map(|s| &s.tokens).filter(|t| **t > begin).count();
@@ -243,6 +251,11 @@ fn step_json(steps: &[StepRecord]) -> Value {
 fn request(prompt: Vec<u32>, max_tokens: u32) -> Request {
     let sampling = SamplerConfig { temperature: 0.0, ..SamplerConfig::default() };
     Request { max_tokens: Some(max_tokens), ignore_stop: true, ..Request::new(prompt, sampling) }
+}
+
+/// One of whose prompt the first tokens count as run.
+fn deep(args: &Args, prompt: Vec<u32>, max_tokens: u32) -> Request {
+    Request { depth: args.depth, ..request(prompt, max_tokens) }
 }
 
 /// Token ids that are the same in every run of the program and different in every repetition and sequence.

@@ -31,7 +31,7 @@ use super::{
 };
 
 /// Windows that are scored side by side, and rows that are scored in one step: every row of a window goes through the head.
-const SIZES: Sizes = Sizes { slots: 4, heads: Some(128) };
+const SIZES: Sizes = Sizes { slots: 4, heads: Some(128), random_rows: false };
 
 #[derive(Debug, clap::Args)]
 pub struct Args {

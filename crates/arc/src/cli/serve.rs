@@ -18,7 +18,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use super::{ServerFlags, open_model};
 
 /// What fits most users, where this one names nothing.
-pub const SIZES: Sizes = Sizes { slots: 16, heads: None };
+pub const SIZES: Sizes = Sizes { slots: 16, heads: None, random_rows: false };
 
 #[derive(Debug, clap::Args)]
 pub struct Args {

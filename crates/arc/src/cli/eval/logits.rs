@@ -44,7 +44,7 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab) {
         bail!("{} has the token {id}, but the vocabulary ends at {}", args.ids.display(), vocab - 1);
     }
-    let sizes = Sizes { slots: 1, heads: Some(args.chunk.unwrap_or(CHUNK)) };
+    let sizes = Sizes { slots: 1, heads: Some(args.chunk.unwrap_or(CHUNK)), random_rows: false };
     let limits = model.limits(config, sizes)?;
     if ids.len() > limits.context {
         bail!("{} has {} tokens, the context is {}: set --context", args.ids.display(), ids.len(), limits.context);
