@@ -68,7 +68,6 @@ impl Case {
 
 /// What a device left.
 struct Left {
-    q: Vec<f32>,
     kv: Vec<f32>,
     index_q: Vec<f32>,
     picks: Vec<u32>,
@@ -280,8 +279,8 @@ fn read_all<D: Readback>(
     ws: &LatentWork<D>,
     state: &LatentState<D>,
 ) -> Result<Left, String> {
-    let (att, slots, blocks, select) = (case.att, case.runs.len(), case.limits().blocks, case.select());
-    let index_q = case.index.map_or(1, |(index, _)| index.heads * index.dim);
+    let (att, slots, blocks) = (case.att, case.runs.len(), case.limits().blocks);
+    let index_q = case.index.map_or(0, |(index, _)| if case.select() { index.heads * index.dim } else { 0 });
     let top = case.index.map_or(1, |(index, _)| index.top);
     let read = |dev: &mut D, buf: &D::Buf<f32>, n: usize| {
         let mut out = vec![0.0; n];
@@ -303,11 +302,9 @@ fn read_all<D: Readback>(
             pools.push((read(dev, &state.ring, shape.ring_elements(slots))?, read_bytes(dev, &state.rows, n)?));
         }
     }
-    let index_q = if select { rows * index_q } else { 0 };
     Ok(Left {
-        q: read(dev, &ws.q, rows * att.q_dim())?,
         kv: read(dev, &ws.kv, rows * att.dim)?,
-        index_q: read(dev, &ws.index_q, index_q)?,
+        index_q: read(dev, &ws.index_q, rows * index_q)?,
         picks,
         out: read(dev, &ws.out, rows * att.q_dim())?,
         grouped: read(dev, &ws.grouped, rows * att.groups * att.group_out)?,
@@ -336,9 +333,7 @@ fn live(case: &Case, values: &[f32], dim: usize) -> Vec<f32> {
 }
 
 fn compare(case: &Case, want: &Left, got: &Left) -> Verdict {
-    let q_dim = case.att.q_dim();
     let mut verdicts = vec![
-        equal_bits(&live(case, &want.q, q_dim), &live(case, &got.q, q_dim)).map_err(|why| format!("q: {why}")),
         equal_bits(&want.kv, &got.kv).map_err(|why| format!("kv: {why}")),
         equal(&want.window, &got.window).map_err(|why| format!("window: {why}")),
     ];
@@ -440,8 +435,14 @@ pub fn cases(suite: &mut Suite) {
     suite.mutant(&format!("latent/{kind}/alone"), |suite| alone(suite, &case, Mutant::SplitsFollowRows));
     suite.mutant(&format!("latent/{kind}/rotated"), |suite| same(suite, &case, Mutant::StillRotated));
     suite.mutant(&format!("latent/{kind}/bias"), |suite| same(suite, &case, Mutant::NoBias));
-    let far = Case { runs: vec![Run { pos: 70_000, rows: 1, live: true }], ctx: CtxClass::Long, ..case.clone() };
+    // More keys than a block picks among by itself, and than one keeps; more splits than a cluster has blocks.
+    let at = |pos: usize, ctx| Case { runs: vec![Run { pos, rows: 1, live: true }], ctx, ..case.clone() };
+    let wide = at(20_000, CtxClass::Medium);
+    suite.case(&format!("latent/{kind}/wide"), |suite| same(suite, &wide, Mutant::None));
+    let far = at(70_000, CtxClass::Long);
     suite.case(&format!("latent/{kind}/far"), |suite| same(suite, &far, Mutant::None));
+    let heavy = Case { rows: Some(heavy(512)), index: None, ..far };
+    suite.case("latent/heavy/far", |suite| same(suite, &heavy, Mutant::None));
     let faulty = Case { faulty: true, ..case.clone() };
     suite.case(&format!("latent/{kind}/faulty"), |suite| same(suite, &faulty, Mutant::None));
     let mut narrow = case.clone();

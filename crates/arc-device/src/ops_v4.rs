@@ -283,9 +283,9 @@ pub trait OpsV4: Ops {
 
     /// Queries, the step's rows, and what the compressors finish.
     ///
-    /// `ws.q`: norm, second projection, norm a head, rope. `ws.kv`: norm, rope, as stored. Rows that a compressor
-    /// completes go to the sequence's blocks; then its rings take the step's tokens. With `select`, `ws.index_q`: second
-    /// projection, rope, as index rows are stored.
+    /// `ws.q`: norm, second projection. `ws.kv`: norm, rope, as stored. Rows that a compressor completes go to the
+    /// sequence's blocks; then its rings take the step's tokens. With `select`, `ws.index_q`: second projection, rope, as
+    /// index rows are stored.
     fn attn_q_kv(
         &mut self,
         ws: &mut LatentWork<Self>,
@@ -305,7 +305,8 @@ pub trait OpsV4: Ops {
         rows: usize,
     ) -> Result<()>;
 
-    /// Attention of every head into `ws.out`; then the window's ring takes the step's rows. Invariant, bounded.
+    /// Norm and rope of every query head, maybe in place; its attention into `ws.out`; then the window's ring takes the
+    /// step's rows. Invariant, bounded.
     /// `select`: whether `index_select` ran; otherwise every visible compressed row is read.
     fn attn_latent(
         &mut self,

@@ -193,7 +193,7 @@ impl OpsV4 for Cpu {
         rows: usize,
     ) -> Result<()> {
         let (att, rank) = (layer.attention, layer.q_rank);
-        let (q_dim, dim, low_dim) = (att.q_dim(), att.dim, rank + att.dim);
+        let (dim, low_dim) = (att.dim, rank + att.dim);
         let low = &ws.low;
         let query = |w_b: &PackedMatrix, r: usize, row: &mut [f32]| {
             rms_norm(row, &low[r * low_dim..r * low_dim + rank], &w.q_norm, att.eps);
@@ -206,24 +206,15 @@ impl OpsV4 for Cpu {
         }
         let index_dims = index.map_or((0, 1), |((index, _), _)| (index.heads * index.dim, index.dim));
         let infos = &self.state.infos()[..rows];
-        let (q, kv, index_q, table) = (ws.q.shared(), ws.kv.shared(), ws.index_q.shared(), &layer.rope_table[..]);
+        let (kv, index_q, table) = (ws.kv.shared(), ws.index_q.shared(), &layer.rope_table[..]);
         self.team.run(rows, &|r, _| {
-            // SAFETY: a row of each is changed by one task.
-            let (q, kv, index_q) = unsafe {
-                (
-                    q.slice_mut(r * q_dim, q_dim),
-                    kv.slice_mut(r * dim, dim),
-                    index_q.slice_mut(r * index_dims.0, index_dims.0),
-                )
-            };
+            // SAFETY: a row of either is changed by one task.
+            let (kv, index_q) =
+                unsafe { (kv.slice_mut(r * dim, dim), index_q.slice_mut(r * index_dims.0, index_dims.0)) };
             if !infos[r].live {
                 return kv.fill(0.0);
             }
             let angles = angles(table, infos[r].pos as usize);
-            for head in q.chunks_exact_mut(dim) {
-                rms_scale(head, att.eps);
-                rope(head, angles);
-            }
             rms_norm(kv, &low[r * low_dim + rank..(r + 1) * low_dim], &w.kv_norm, att.eps);
             rope(kv, angles);
             layer.row_format.round(kv);
@@ -307,7 +298,7 @@ impl OpsV4 for Cpu {
         let read = infos.iter().filter(|info| info.live).map(|info| window_rows(info) + pooled_rows(info).min(top));
         self.counters.kv_bytes += (read.sum::<usize>() * row_bytes) as u64;
         let device = &self.state;
-        let (out, kv, picks, q) = (ws.out.shared(), &ws.kv, &ws.picks, &ws.q);
+        let (out, kv, picks, q) = (ws.out.shared(), &ws.kv, &ws.picks, ws.q.shared());
         let (window, pooled) = (&state.window, state.rows.as_ref());
         let place = |slot: usize, p: usize| (slot * ring + p % ring) * row_bytes;
         let tasks = att.heads.div_ceil(TASK_HEADS);
@@ -316,7 +307,7 @@ impl OpsV4 for Cpu {
             let (info, heads) = (infos[r], first..att.heads.min(first + TASK_HEADS));
             let at = r * q_dim + first * dim;
             // SAFETY: a row's heads are written by the task that has them.
-            let out = unsafe { out.slice_mut(at, heads.len() * dim) };
+            let (out, q) = unsafe { (out.slice_mut(at, heads.len() * dim), q.slice_mut(at, heads.len() * dim)) };
             if !info.live {
                 return out.fill(0.0);
             }
@@ -327,7 +318,11 @@ impl OpsV4 for Cpu {
                 return out.fill(crate::math::NAN);
             }
             let blocks = device.blocks(info.slot);
-            let (q, sinks) = (&q[at..at + out.len()], &w.sinks[heads]);
+            for head in q.chunks_exact_mut(dim) {
+                rms_scale(head, att.eps);
+                rope(head, angles(layer.rope_table, pos));
+            }
+            let sinks = &w.sinks[heads];
             attend(&mut scratch.latent, out, q, sinks, att.scale, recent + visible.min(top), |i, row| {
                 let Some(i) = i.checked_sub(recent) else {
                     let p = first + i;

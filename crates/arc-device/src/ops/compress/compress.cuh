@@ -5,6 +5,7 @@
 
 #include "math.cuh"
 #include "step.cuh"
+#include "sum.cuh"
 
 namespace arc {
 
@@ -24,7 +25,7 @@ struct PoolArgs {
     // Which row of the pool holds row w.
     __device__ size_t place(const uint32_t* blocks, uint32_t w) const {
         const uint32_t last = (w + 1) * ratio - 1, per_block = ratio > kBlockTokens ? 1 : kBlockTokens / ratio;
-        return (size_t)blocks[last / kBlockTokens] * per_block + last % kBlockTokens / ratio;
+        return (size_t)__ldcg(blocks + last / kBlockTokens) * per_block + last % kBlockTokens / ratio;
     }
 
     // Values and gates of a token in its sequence's ring.
@@ -39,10 +40,6 @@ struct PoolArgs {
     }
 };
 static_assert(sizeof(PoolArgs) == 56);
-
-__device__ __forceinline__ float4 add4(float4 a, float4 b) {
-    return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
-}
 
 // Tokens that are loaded together.
 constexpr uint32_t kPoolTokens = 8;
@@ -75,8 +72,9 @@ __device__ void pool_row(float* row, const PoolArgs& c, const float* work, uint3
             for (uint32_t i = 0; i < kPoolTokens; ++i) {
                 const float* bias;
                 const float* at = slot(min(from + i, n - 1), bias);
-                g[i] = *reinterpret_cast<const float2*>(at + width);
-                if (values) a[i] = *reinterpret_cast<const float2*>(at);
+                // Past the first cache: this may run before the kernels that wrote it are waited for.
+                g[i] = __ldcg(reinterpret_cast<const float2*>(at + width));
+                if (values) a[i] = __ldcg(reinterpret_cast<const float2*>(at));
                 if (bias != nullptr) {
                     const float2 b = *reinterpret_cast<const float2*>(bias);
                     g[i].x = __fadd_rn(g[i].x, b.x), g[i].y = __fadd_rn(g[i].y, b.y);
@@ -118,7 +116,7 @@ __device__ void keep_token(const PoolArgs& c, const float* work, uint32_t stride
     float* to = c.in_ring(info.slot, info.pos);
     const float* bias = c.bias + info.pos % c.ratio * width;
     for (uint32_t i = 4 * threadIdx.x; i < 2 * width; i += 4 * threads) {
-        float4 x = *reinterpret_cast<const float4*>(from + i);
+        float4 x = __ldcg(reinterpret_cast<const float4*>(from + i));
         if (i >= width && c.bias != nullptr) x = add4(x, *reinterpret_cast<const float4*>(bias + i - width));
         *reinterpret_cast<float4*>(to + i) = x;
     }

@@ -5,7 +5,8 @@
 //              and where the powers of a row and a key span little, every partial sum of the CPU's order is a multiple
 //              of the smallest that 24 bits hold: all orders give the same bits. Other keys, and other formats, go through
 //              the CPU's order step by step.
-// index_pick   the best of a row, by radix selection over the blocks of a cluster.
+// index_pick   the best of a row: of few, by a block that holds them in registers and finds the least chosen one two bits at
+//              a time; of many, by radix selection over the blocks of a cluster.
 #include "ops/index/index.cuh"
 #include "ops/latent/latent.cuh"
 #include "pdl.cuh"
@@ -126,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
     if (thread == 0) span = 0, least = 255, highest = 0, exact = 1;
     __syncthreads();
-    pdl_wait();
+    // Queries, their weights, keys and what is known of the row are there already (latent.cu, "What runs ahead").
     const uint32_t r = first + blockIdx.y;
     const uint32_t heads = a.index_heads, dim = a.index_dim;
     const float* q = a.index_q + (size_t)r * heads * dim;
@@ -134,22 +135,23 @@ extern "C" __global__ void __launch_bounds__(256)
     float values[kHeads / kWarps][4];
     if (straight) {
 #pragma unroll
-        for (uint32_t i = 0; i < kHeads / kWarps; ++i) load_row(values[i], q + (warp + i * kWarps) * kDim, kDim);
+        for (uint32_t i = 0; i < kHeads / kWarps; ++i) load_row_early(values[i], q + (warp + i * kWarps) * kDim, kDim);
     }
-    const RowInfo info = view.infos[r];
+    const RowInfo info = info_early(view, r);
     const uint32_t visible = info.live ? a.keys.visible(info.pos) : 0;
-    if (visible <= a.top) return;
-    if (visible > most) {
+    if (visible <= a.top || visible > most) {
+        pdl_wait();
         // The step's context class was too small.
-        if (thread == 0) report_fault(view, 0x69780001);
+        if (visible > a.top && thread == 0) report_fault(view, 0x69780001);
         return;
     }
     scores += (size_t)blockIdx.y * most;
     const uint32_t* blocks = view.blocks + (size_t)info.slot * view.max_blocks;
     const float* projected = a.pool + (size_t)r * a.pool_dim + a.pool_dim - heads;
-    for (uint32_t h = thread; h < heads; h += kThreads) weights[h] = __fmul_rn(projected[h], factor);
+    for (uint32_t h = thread; h < heads; h += kThreads) weights[h] = __fmul_rn(__ldcg(projected + h), factor);
     if (!straight) {
         __syncthreads();
+        pdl_wait();
         for (uint32_t w = blockIdx.x * kWarps + warp; w < visible; w += gridDim.x * kWarps) {
             const uint8_t* key = a.keys.rows + a.keys.place(blocks, w) * a.keys.row_bytes;
             const float score = score_in_order(q, weights, key, heads, dim, a.key_format);
@@ -165,8 +167,8 @@ extern "C" __global__ void __launch_bounds__(256)
         const uint32_t w = min(tile * 8 + (lane >> 2), visible - 1);
         const uint32_t* key = reinterpret_cast<const uint32_t*>(a.keys.rows + a.keys.place(blocks, w) * a.keys.row_bytes);
 #pragma unroll
-        for (uint32_t b = 0; b < kBlocks; ++b) raw[b] = key[4 * b + (lane & 3)];
-        key_bytes = key[kDim / 8];
+        for (uint32_t b = 0; b < kBlocks; ++b) raw[b] = __ldcg(key + 4 * b + (lane & 3));
+        key_bytes = __ldcg(key + kDim / 8);
     };
     bring(blockIdx.x + gridDim.x * warp);
 #pragma unroll
@@ -196,6 +198,7 @@ extern "C" __global__ void __launch_bounds__(256)
         }
     }
     __syncthreads();
+    pdl_wait();
     const uint32_t tiles = (visible + 7) / 8;
     uint32_t x[kTiles][kBlocks][4];
     float head_scale[kTiles][2][kBlocks], weight[kTiles][2];
@@ -341,6 +344,93 @@ __device__ uint32_t scan_block(uint32_t x, uint32_t* warp_sums, uint32_t& all) {
     return before;
 }
 
+// Threads that pick among few scores, and the most that each of them has.
+constexpr uint32_t kFewThreads = 256, kFewEach = 16;
+
+__device__ __forceinline__ void few_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kFewThreads) : "memory"); }
+
+// The choice among n <= kFewThreads * kFewEach scores, by the first kFewThreads threads of a block. Each has neighbours.
+__device__ void pick_few(const LatentArgs& a, const uint32_t* scores, uint32_t n, uint32_t* picks, uint2 (*sums)[kFewThreads / 32]) {
+    const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, warps = kFewThreads / 32;
+    const uint32_t each = (n + kFewThreads - 1) / kFewThreads, from = thread * each;
+    uint32_t x[kFewEach];
+    bool nan = false;
+#pragma unroll
+    for (uint32_t i = 0; i < kFewEach; ++i) {
+        // Less than every threshold that is tried.
+        x[i] = 0;
+        if (i < each && from + i < n) {
+            x[i] = __ldcg(scores + from + i);
+            nan = nan || is_nan_ordinal(x[i]);
+        }
+    }
+    uint32_t turn = 0;
+    // Two words of every thread, summed.
+    auto sum = [&](uint2 v) {
+        v = make_uint2(__reduce_add_sync(kFull, v.x), __reduce_add_sync(kFull, v.y));
+        if (lane == 0) sums[turn & 1][warp] = v;
+        few_sync();
+        v = lane < warps ? sums[turn & 1][lane] : make_uint2(0, 0);
+        turn += 1;
+        return make_uint2(__reduce_add_sync(kFull, v.x), __reduce_add_sync(kFull, v.y));
+    };
+    uint32_t found = 0;
+#pragma unroll 1
+    for (int shift = 30; shift >= 0; shift -= 2) {
+        const uint32_t one = found | 1u << shift, two = found | 2u << shift, three = found | 3u << shift;
+        uint2 v = make_uint2(0, 0);
+#pragma unroll
+        for (uint32_t i = 0; i < kFewEach; i += 4) {
+            if (i >= each) break;
+#pragma unroll
+            for (uint32_t j = i; j < i + 4; ++j) {
+                v.x += (x[j] >= one ? 1u : 0u) + (x[j] >= two ? 0x10000u : 0u);
+                v.y += x[j] >= three;
+            }
+        }
+        v = sum(v);
+        const uint32_t digit = v.y >= a.top ? 3 : v.x >> 16 >= a.top ? 2 : (v.x & 0xffff) >= a.top ? 1 : 0;
+        found |= digit << shift;
+    }
+    // Larger ones and equal ones, of the thread and before it.
+    uint32_t own = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kFewEach; ++i) {
+        if (i < each && from + i < n) own += (x[i] > found ? 0x10000u : 0u) + (x[i] == found ? 1u : 0u);
+    }
+    uint32_t before = own;
+#pragma unroll
+    for (int step = 1; step < 32; step <<= 1) {
+        const uint32_t other = __shfl_up_sync(kFull, before, step);
+        if (lane >= step) before += other;
+    }
+    const bool fault = __any_sync(kFull, nan);
+    if (lane == 31) sums[turn & 1][warp] = make_uint2(before, fault);
+    few_sync();
+    before -= own;
+    uint32_t all = 0, faults = 0;
+#pragma unroll
+    for (uint32_t w = 0; w < kFewThreads / 32; ++w) {
+        const uint2 v = sums[turn & 1][w];
+        if (w < warp) before += v.x;
+        all += v.x, faults += v.y;
+    }
+    // Of equal ones so many, the first; in a deliberately wrong variant for tests the last.
+    const uint32_t need = a.top - (all >> 16), skip = a.mutant == 2 ? (all & 0xffff) - need : 0;
+    uint32_t larger = before >> 16, equal = before & 0xffff;
+    uint32_t chosen = larger + (equal > skip ? min(equal - skip, need) : 0);
+#pragma unroll
+    for (uint32_t i = 0; i < kFewEach; ++i) {
+        if (i >= each || from + i >= n) continue;
+        const bool same = x[i] == found;
+        if (x[i] > found || (same && equal >= skip && equal < skip + need)) {
+            picks[chosen] = chosen == 0 && faults != 0 ? kIndexFault : from + i;
+            chosen += 1;
+        }
+        equal += same;
+    }
+}
+
 }  // namespace
 
 // Grid: (blocks of a cluster, rows of this launch). Dynamic shared memory: `room` words, for a block's share of the
@@ -351,6 +441,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     extern __shared__ __align__(16) uint32_t kept[];
     __shared__ uint32_t bins[3][kBins];
     __shared__ uint32_t warp_sums[32], digit, rest, faulty, total;
+    __shared__ uint2 few[2][kFewThreads / 32];
     const uint32_t thread = threadIdx.x, blocks = gridDim.x;
     pdl_launch();
     for (uint32_t i = thread; i < 3 * kBins; i += kPickThreads) bins[0][i] = 0;
@@ -360,6 +451,10 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     const RowInfo info = view.infos[r];
     const uint32_t n = info.live ? a.keys.visible(info.pos) : 0;
     if (n <= a.top || n > most) return;
+    if (blocks == 1 && n <= kFewThreads * kFewEach) {
+        if (thread < kFewThreads) pick_few(a, scores + (size_t)blockIdx.y * most, n, picks + (size_t)r * a.top, few);
+        return;
+    }
     // The block's share, a run of neighbours, and the thread's share of it.
     const uint32_t share = ((n + blocks - 1) / blocks + 3) & ~3u;
     const uint32_t begin = min(blockIdx.x * share, n), here = min(share, n - begin);

@@ -7,7 +7,7 @@ use crate::cuda::{Arg, Cuda, CudaBuf, Grid, kernel};
 use crate::error::{DeviceError, Result};
 use crate::ops::compress::Compressor;
 use crate::ops::latent::{LatentConfig, MAX_DIM, ROPE_DIM, RowFormat};
-use crate::ops::matmul::cuda::{CudaMatrix, Out, Reads, Source, Then};
+use crate::ops::matmul::cuda::{Codes, CudaMatrix, Out, Reads, Source, Then};
 use crate::ops::quant::{INDEX_DIM, Inputs};
 use crate::ops_v4::{CompressorWeights, LatentLayer, LatentState, LatentWeights, LatentWork, PoolState};
 use crate::{MemoryClass, ModelShape, Norm};
@@ -68,6 +68,7 @@ pub(crate) struct LatentArgs {
     picks: u64,
     out: u64,
     turned: u64,
+    codes: [u64; 3],
     parts: u64,
     rows: PoolArgs,
     keys: PoolArgs,
@@ -88,9 +89,9 @@ pub(crate) struct LatentArgs {
     mutant: u32,
     eps: f32,
     scale: f32,
-    pad: u32,
+    apart: u32,
 }
-const _: () = assert!(size_of::<LatentArgs>() == 288);
+const _: () = assert!(size_of::<LatentArgs>() == 312);
 
 /// Memory of latent attention.
 #[derive(Default)]
@@ -220,6 +221,7 @@ impl Cuda {
             picks: ws.picks.ptr(),
             out: ws.out.ptr(),
             turned: turned.map_or(0, CudaBuf::ptr),
+            codes: [0; 3],
             parts: self.kv.parts.as_ref().map_or(0, CudaBuf::ptr),
             rows: rows_pool,
             keys: keys_pool,
@@ -240,7 +242,7 @@ impl Cuda {
             mutant: self.latent.mutant as u32,
             eps: att.eps,
             scale: att.scale,
-            pad: 0,
+            apart: 0,
         })
     }
 
@@ -281,23 +283,24 @@ impl Cuda {
         let norm = Norm { weight: &w.q_norm, eps: att.eps };
         let source = Source { stride: layer.q_rank + att.dim, ..Source::of(&ws.low, layer.q_rank) }.normed(norm);
         let index = w.pool.as_ref().and_then(|pool| pool.index.as_ref()).filter(|_| select && layer.index.is_some());
+        // The last product is that of the queries: `latent_rows` runs beside it.
+        let q = stored(&ws.q, &w.q_b);
         if let Some(index) = index.filter(|index| rounding(layer.inputs, &index.q_b) == rounding(layer.inputs, &w.q_b))
         {
             self.prepare_both(&w.q_b, &index.q_b, source.rounded(rounding(layer.inputs, &w.q_b)), rows)?;
-            self.product(&w.q_b, stored(&ws.q, &w.q_b), rows)?;
             self.product(&index.q_b, stored(&ws.index_q, &index.q_b), rows)?;
+            self.late(|dev| dev.product(&w.q_b, q, rows))?;
         } else {
-            self.product_of(&w.q_b, source.rounded(layer.inputs), stored(&ws.q, &w.q_b), rows)?;
             if let Some(index) = index {
                 let out = stored(&ws.index_q, &index.q_b);
                 self.product_of(&index.q_b, source.rounded(layer.inputs), out, rows)?;
             }
+            self.late(|dev| dev.product_of(&w.q_b, source.rounded(layer.inputs), q, rows))?;
         }
         let args = self.latent_args(ws, state, Some(w), layer, select, rows)?;
         let view = self.view();
-        let items = 1 + args.heads + args.index_heads;
-        let grid = Grid::xy(2 + items.div_ceil(8), rows as u32, 256);
-        self.launch(kernel!("latent_q_kv"), grid, &[Arg::of(&args), Arg::of(&view)])
+        let grid = Grid::xy(3 + args.index_heads.div_ceil(4), rows as u32, 128);
+        self.launch(kernel!("latent_rows"), grid, &[Arg::of(&args), Arg::of(&view)])
     }
 
     /// The stage `attn_latent`.
@@ -316,24 +319,41 @@ impl Cuda {
         let most_splits = if self.latent.mutant == Mutant::SplitsFollowRows { 5 * most_splits } else { most_splits };
         let groups = att.heads.div_ceil(BLOCK_HEADS);
         let room = self.kv.parts.as_ref().map_or(0, CudaBuf::len);
-        let cluster = match rows * att.heads * most_splits * (att.dim + 2) <= room {
-            true => cluster(rows * groups, most_splits, self.multiprocessors() as usize),
-            false => 1,
+        let blocks = match blocks(rows * groups, most_splits, self.multiprocessors() as usize) {
+            Blocks::Apart(_) if rows * att.heads * most_splits * (att.dim + 2) > room => Blocks::Cluster(1),
+            blocks => blocks,
+        };
+        let (n, apart) = match blocks {
+            Blocks::Cluster(n) => (n as u32, 0),
+            Blocks::Apart(n) => (n as u32, 1),
         };
         let args = self.latent_args(ws, state, Some(w), layer, select, rows)?;
-        let args = LatentArgs { most_splits: most_splits as u32, ..args };
+        let mut args = LatentArgs { most_splits: most_splits as u32, apart, ..args };
+        // Few rows: the first output projection's inputs are made on the way, if they are int8 of plain values.
+        let codes = att.dim.is_multiple_of(32)
+            && w.out_a.reads() == Reads { codes: true, floats: false }
+            && rounding(out_a_inputs(layer), &w.out_a) == Inputs::F32;
+        let Codes { q, d, sums } = self.matmul.leave_parts(args.turned, w.out_a.cols, rows, att.groups, codes);
+        if q != 0 {
+            (args.codes, args.turned) = ([q, d, sums], 0);
+        }
         let view = self.view();
         let attend = match layer.row_format {
+            RowFormat::Fp8 if att.dim == MAX_DIM => kernel!("latent_attend_512"),
             RowFormat::Fp8 => kernel!("latent_attend_packed"),
             _ => kernel!("latent_attend_f32"),
         };
         let grid = Grid {
-            blocks: [cluster as u32, groups as u32, rows as u32],
-            threads: 256,
+            blocks: [n, groups as u32, rows as u32],
+            threads: 512,
             shared: attend_bytes(att.dim),
-            cluster: if cluster > 1 { cluster as u32 } else { 0 },
+            cluster: if n > 1 && apart == 0 { n } else { 0 },
         };
         self.launch(attend, grid, &[Arg::of(&args), Arg::of(&view)])?;
+        if apart != 0 {
+            let grid = Grid { blocks: [8, groups as u32, rows as u32], threads: 512, shared: 0, cluster: 0 };
+            self.launch(kernel!("latent_merge"), grid, &[Arg::of(&args), Arg::of(&view)])?;
+        }
         if rows > SHORT_RUN {
             self.launch(kernel!("latent_rings"), Grid::xy(3, rows as u32, 128), &[Arg::of(&args), Arg::of(&view)])?;
         }
@@ -350,9 +370,7 @@ impl Cuda {
     ) -> Result<()> {
         let (att, cols) = (layer.attention, w.out_a.cols);
         let turned = self.latent.turned.as_ref().expect("`finish` makes it for models that gather heads").ptr();
-        // The released kernels do not round what this one reads.
-        let inputs = if layer.inputs == Inputs::Fp8 { Inputs::F32 } else { layer.inputs };
-        let source = Source { x: turned, ..Source::of(&ws.out, cols) }.rounded(inputs);
+        let source = Source { x: turned, ..Source::of(&ws.out, cols) }.rounded(out_a_inputs(layer));
         let out = Out { at: ws.grouped.ptr(), stride: att.groups * att.group_out, then: Then::Store };
         let leave = rounding(layer.inputs, &w.out_b) == Inputs::F32 && !w.out_b.reads().floats;
         self.matmul.comes_next(&w.out_b);
@@ -363,6 +381,11 @@ impl Cuda {
 /// Rows of outputs side by side.
 fn stored(out: &CudaBuf<f32>, w: &CudaMatrix) -> Out {
     Out { at: out.ptr(), stride: w.rows, then: Then::Store }
+}
+
+/// How the inputs of `out_a` are rounded: the released kernels do not round what it reads.
+fn out_a_inputs(layer: &LatentLayer<'_, Cuda>) -> Inputs {
+    if layer.inputs == Inputs::Fp8 { Inputs::F32 } else { layer.inputs }
 }
 
 /// How a matrix's inputs are rounded before they are made: integer-coded weights have a rounding of their own.
@@ -380,32 +403,48 @@ fn most_splits(layer: &LatentLayer<'_, Cuda>, select: bool, tokens: usize) -> us
     (layer.attention.window.min(tokens) + visible.min(top)).div_ceil(SPLIT_ROWS).max(1)
 }
 
-/// Blocks that share the splits of a row's heads, where there are `tasks` of those.
-fn cluster(tasks: usize, most_splits: usize, processors: usize) -> usize {
-    let mut cluster = most_splits.next_power_of_two().min(8);
-    while cluster > 1 && tasks * cluster > processors {
-        cluster /= 2;
-    }
-    cluster
+/// Blocks that share the splits of a row's heads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Blocks {
+    /// Of a cluster, at most a split each; or one for all splits.
+    Cluster(usize),
+    /// So many, whose splits another kernel merges.
+    Apart(usize),
 }
 
-/// Dynamic shared memory of `latent_attend`: queries in three terms, rows, partial scores, weights in three terms.
+/// How `tasks` of 16 heads of a row are shared out.
+fn blocks(tasks: usize, most_splits: usize, processors: usize) -> Blocks {
+    let cluster = most_splits.next_power_of_two();
+    match (processors / tasks).min(most_splits) {
+        _ if cluster <= 8 && tasks * cluster <= processors => Blocks::Cluster(cluster),
+        0..=1 => Blocks::Cluster(1),
+        n => Blocks::Apart(n),
+    }
+}
+
+/// Dynamic shared memory of `latent_attend`: queries in three terms, rows, partial scores, weights in three terms, what a
+/// block of a cluster merges.
 fn attend_bytes(dim: usize) -> u32 {
-    // Room for three terms in either kernel.
-    (2 * (3 * BLOCK_HEADS + SPLIT_ROWS) * (dim + 8) + 4 * 8 * BLOCK_HEADS * 88 + 2 * 3 * BLOCK_HEADS * 88) as u32
+    // Room for three terms in either kernel, and for eight blocks.
+    let merged = 4 * 8 * BLOCK_HEADS * (4 * dim.div_ceil(4 * 64) * 8 + 8);
+    (2 * (3 * BLOCK_HEADS + SPLIT_ROWS) * (dim + 8) + 4 * 8 * BLOCK_HEADS * 88 + 2 * 3 * BLOCK_HEADS * 88 + merged)
+        as u32
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{SHORT_RUN, attend_bytes, cluster};
+    use super::{Blocks, SHORT_RUN, attend_bytes, blocks};
     use crate::ops::compress::Compressor;
     use crate::ops::latent::MAX_DIM;
 
     #[test]
     fn blocks_fit_and_clusters_have_work() {
-        assert!(attend_bytes(MAX_DIM) + 512 <= 227 << 10);
-        assert_eq!((cluster(4, 8, 132), cluster(4, 2, 132), cluster(32, 8, 132), cluster(200, 8, 132)), (8, 2, 4, 1));
-        assert_eq!((cluster(1, 1, 132), cluster(4, 104, 132)), (1, 8));
+        assert!(attend_bytes(MAX_DIM) + 2560 <= 227 << 10);
+        assert_eq!(
+            [blocks(4, 8, 132), blocks(4, 2, 132), blocks(32, 8, 132), blocks(200, 8, 132)],
+            [Blocks::Cluster(8), Blocks::Cluster(2), Blocks::Apart(4), Blocks::Cluster(1)]
+        );
+        assert_eq!([blocks(1, 1, 132), blocks(4, 104, 132)], [Blocks::Cluster(1), Blocks::Apart(33)]);
     }
 
     /// Rows of a step that is no longer than a short run all enter their rings early.

@@ -1,14 +1,22 @@
 // DeepSeek-V4's attention: what stands between the products.
 //
-// latent_q_kv    queries, the step's rows, index queries, a warp each; and per compressor a block that pools the row which
-//                the token completes. Tokens of short runs enter their rings here, since nothing that this step still reads
-//                stands there. Exact.
+// latent_rows    the step's rows and index queries, a warp each; and per compressor a block that pools the row which the token completes.
+//                Tokens of short runs enter their rings here, since nothing that this step still reads stands there. Exact.
 // latent_rings   the tokens of longer runs, after the attention that reads what they overwrite. Exact.
-// latent_attend  one block a split of 80 rows of a query's own list, for 16 heads: scores and sums by BF16 mma with f32
-//                sums, queries and weights cut into two BF16 terms, or three where rows are f32; rows of the format Fp8
-//                are BF16 numbers as they are. Splits are merged ascending, by the blocks of a cluster, each a share of the values.
+// latent_attend  one block a split of 80 rows of a query's own list, for 16 heads, whose queries it norms and rotates:
+//                scores and sums by BF16 mma with f32 sums, queries and weights cut into two BF16 terms, or three where
+//                rows are f32; rows of the format Fp8 are BF16 numbers as they are. Splits are merged ascending, by the
+//                blocks of a cluster, each a share of the values, or by latent_merge.
 //                Invariant; bounded by the terms (2^-17 of a score and of a weight in the format Fp8).
+//
+// What runs ahead. Over few rows, the product that makes the queries lets its successor start after its own wait (`late`). So
+// when a block of latent_rows starts, every kernel before that product has ended: rows, compressors, index queries and row
+// table are there, and latent_rows does its work while the product runs. It lets its successor start when it is done, and
+// ends after the product. So when a block of latent_attend or index_score starts, all rows that it will read are there too,
+// and it brings them before its wait; only queries and choices come after. What may be read early is read past the first
+// cache.
 #include "ops/latent/latent.cuh"
+#include "ops/matmul/quantise.cuh"
 #include "pdl.cuh"
 
 namespace arc {
@@ -53,69 +61,89 @@ __device__ void compress(const PoolArgs& c, uint32_t format, const LatentArgs& a
 
 }  // namespace
 
-// Grid: (2 + a block for eight of the row, the heads and the index heads, rows).
-extern "C" __global__ void __launch_bounds__(256) latent_q_kv(LatentArgs a, StepView view) {
+namespace {
+
+// Rows of a step up to which `latent_rows` runs ahead, and sends for what the attention will read: matmul/cuda.rs's
+// FEW_ROWS.
+constexpr uint32_t kFewRows = 8;
+// Rows of a list that are sent for: what the attention begins with.
+constexpr uint32_t kMostAhead = 640;
+
+// The row of the token of `info`, by a warp.
+__device__ void make_row(const LatentArgs& a, uint32_t r, const RowInfo& info) {
+    const uint32_t lane = threadIdx.x & 31;
+    float* kv = a.kv + (size_t)r * a.dim;
+    float x[kLaneValues], norm[kLaneValues];
+    Angles angles;
+    load_row_early(x, a.low + (size_t)r * (a.q_rank + a.dim) + a.q_rank, a.dim);
+    load_row(norm, a.kv_norm, a.dim);
+    angles.load(a.rope + (size_t)info.pos * kRopeDim, a.dim);
+    const float factor = rms_factor(x, a.dim, a.eps);
+#pragma unroll
+    for (uint32_t j = 0; j < kLaneValues; ++j) {
+        if (lane + 32 * j < a.dim) x[j] = info.live ? __fmul_rn(__fmul_rn(x[j], factor), norm[j]) : 0.0f;
+    }
+    if (info.live) {
+        rope_row(x, a.dim, angles);
+        // The ring takes the row as storing left it, which may have a smaller scale of its own.
+        keep_row(x, a.dim, a.row_format, nullptr);
+    }
+    store_row(kv, x, a.dim);
+    if (info.live && a.short_run(info)) keep_row(x, a.dim, a.row_format, a.in_window(info.slot, info.pos));
+}
+
+// Brings what the attention of a row will read into the second cache, by threads `thread` of `threads`.
+__device__ void send_for_rows(const LatentArgs& a, const StepView& view, uint32_t r, const RowInfo& info, uint32_t thread,
+                              uint32_t threads) {
+    const uint32_t* blocks = view.blocks + (size_t)info.slot * view.max_blocks;
+    const uint32_t first = a.first_visible(info.pos), recent = info.pos - first;
+    const uint32_t visible = a.rows.ratio == 0 ? 0 : a.rows.visible(info.pos);
+    const uint32_t n = min(recent + (a.top != 0 && visible > a.top ? 0 : visible), kMostAhead);
+#pragma unroll 4
+    for (uint32_t i = thread; i < n; i += threads) {
+        const uint8_t* row = i < recent ? a.in_window(info.slot, first + i)
+                                        : a.rows.rows + a.rows.place(blocks, i - recent) * a.row_bytes;
+        for (uint32_t at = 0; at < a.row_bytes + 127; at += 128) prefetch(row + min(at, a.row_bytes - 1));
+    }
+    if (thread * 32 < a.heads) prefetch(a.sinks + thread * 32);
+}
+
+}  // namespace
+
+// Grid: (compressor of rows, of keys, the step's row, four index queries each; rows). Small blocks: there is room for them beside the product.
+extern "C" __global__ void __launch_bounds__(128) latent_rows(LatentArgs a, StepView view) {
     __shared__ __align__(16) float row[kMaxLatent];
-    pdl_launch();
-    pdl_wait();
-    const uint32_t r = blockIdx.y, lane = threadIdx.x & 31;
-    const RowInfo info = view.infos[r];
+    const uint32_t r = blockIdx.y;
+    // Products over more rows let their successor start before their own wait.
+    const bool ahead = a.n_rows <= kFewRows;
+    if (!ahead) pdl_wait();
+    const RowInfo info = info_early(view, r);
     if (blockIdx.x < 2) {
         const PoolArgs& c = blockIdx.x == 0 ? a.rows : a.keys;
         if (info.live && c.ratio != 0) {
             compress(c, blockIdx.x == 0 ? a.row_format : a.key_format, a, r, info, view, row);
         }
-        return;
-    }
-    // The row first: it has most to do.
-    const uint32_t item = (blockIdx.x - 2) * 8 + (threadIdx.x >> 5);
-    if (item > a.heads + a.index_heads) return;
-    const float* table = a.rope + (size_t)info.pos * kRopeDim;
-    Angles angles;
-    if (item == 0) {
-        float* kv = a.kv + (size_t)r * a.dim;
-        float x[kLaneValues];
-        if (!info.live) {
-#pragma unroll
-            for (uint32_t j = 0; j < kLaneValues; ++j) x[j] = 0.0f;
-            store_row(kv, x, a.dim);
-            return;
+    } else if (blockIdx.x > 2) {
+        const uint32_t h = (blockIdx.x - 3) * (blockDim.x / 32) + threadIdx.x / 32;
+        if (info.live && h < a.index_heads) {
+            float* q = a.index_q + ((size_t)r * a.index_heads + h) * a.index_dim;
+            float x[4];
+            Angles angles;
+            load_row_early(x, q, a.index_dim);
+            angles.load(a.rope + (size_t)info.pos * kRopeDim, a.index_dim);
+            rope_row(x, a.index_dim, angles);
+            keep_row(x, a.index_dim, a.key_format, nullptr);
+            store_row(q, x, a.index_dim);
         }
-        float norm[kLaneValues];
-        load_row(x, a.low + (size_t)r * (a.q_rank + a.dim) + a.q_rank, a.dim);
-        load_row(norm, a.kv_norm, a.dim);
-        angles.load(table, a.dim);
-        const float factor = rms_factor(x, a.dim, a.eps);
-#pragma unroll
-        for (uint32_t j = 0; j < kLaneValues; ++j) {
-            if (lane + 32 * j < a.dim) x[j] = __fmul_rn(__fmul_rn(x[j], factor), norm[j]);
-        }
-        rope_row(x, a.dim, angles);
-        // The ring takes the row as storing left it, which may have a smaller scale of its own.
-        keep_row(x, a.dim, a.row_format, nullptr);
-        store_row(kv, x, a.dim);
-        if (a.short_run(info)) keep_row(x, a.dim, a.row_format, a.in_window(info.slot, info.pos));
-    } else if (!info.live) {
-        return;
-    } else if (item <= a.heads) {
-        float* q = a.q + ((size_t)r * a.heads + item - 1) * a.dim;
-        float x[kLaneValues];
-        load_row(x, q, a.dim);
-        angles.load(table, a.dim);
-        const float factor = rms_factor(x, a.dim, a.eps);
-#pragma unroll
-        for (uint32_t j = 0; j < kLaneValues; ++j) x[j] = __fmul_rn(x[j], factor);
-        rope_row(x, a.dim, angles);
-        store_row(q, x, a.dim);
-    } else {
-        float* q = a.index_q + ((size_t)r * a.index_heads + item - 1 - a.heads) * a.index_dim;
-        float x[4];
-        load_row(x, q, a.index_dim);
-        angles.load(table, a.index_dim);
-        rope_row(x, a.index_dim, angles);
-        keep_row(x, a.index_dim, a.key_format, nullptr);
-        store_row(q, x, a.index_dim);
+    } else if (threadIdx.x < 32) {
+        make_row(a, r, info);
+    } else if (info.live && ahead) {
+        send_for_rows(a, view, r, info, threadIdx.x - 32, blockDim.x - 32);
     }
+    __threadfence();
+    __syncthreads();
+    pdl_launch();
+    if (ahead) pdl_wait();
 }
 
 // Grid: (window, compressor of rows, of keys; rows).
@@ -140,8 +168,10 @@ extern "C" __global__ void __launch_bounds__(128) latent_rings(LatentArgs a, Ste
 
 namespace {
 
-// Heads of a block, rows of a split.
-constexpr uint32_t kHeads = 16, kRows = 80, kThreads = 256, kWarps = 8;
+// Heads of a block, one a warp; rows of a split. Scores: shares of the values, each two warps'.
+constexpr uint32_t kHeads = 16, kRows = 80, kThreads = 512, kWarps = 16, kShares = 8;
+// Most blocks of a cluster, and fours of a head that a lane merges, of at least two blocks.
+constexpr uint32_t kMostBlocks = 8, kItems = kMaxLatent / 4 / 2 / 32;
 // Distances between heads of partial scores (f32) and of weights (BF16).
 constexpr uint32_t kScoreStride = 88, kWeightStride = 88;
 
@@ -205,8 +235,21 @@ __device__ __forceinline__ uint32_t decode_factor(uint32_t scale, uint32_t& rest
     return scale == kPoison ? 0x7fc07fc0u : first << 7 | first << 23;
 }
 
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// A barrier that waits for one thread, which tells how many bytes are to come from the cluster, and for these.
+__device__ __forceinline__ void parcel_init(uint64_t* bar) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(shared_at(bar)) : "memory");
+}
+__device__ __forceinline__ void parcel_expect(uint64_t* bar, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_at(bar)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void parcel_wait(uint64_t* bar) {
+    asm volatile(
+        "{\n.reg .pred done;\nmore:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n@!done bra more;\n}" ::"r"(shared_at(bar))
+        : "memory");
 }
 
 // Eight bytes from global to shared memory; complete after copies_landed().
@@ -216,21 +259,17 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
 
 __device__ __forceinline__ void copies_landed() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Values in the shared memory of another block of the cluster, at the place that `own` has in this one's.
-__device__ __forceinline__ float remote(const float* own, uint32_t block) {
-    uint32_t at = shared_at(own);
-    float x;
+// An address of this block's shared memory as that of the same place in another block of the cluster.
+__device__ __forceinline__ uint32_t in_block(uint32_t at, uint32_t block) {
     asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(block));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
-    return x;
+    return at;
 }
 
-__device__ __forceinline__ float4 remote4(const float* own, uint32_t block) {
-    uint32_t at = shared_at(own);
-    float4 x;
-    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(block));
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at) : "memory");
-    return x;
+// Two values to another block, whose `bar` counts them.
+__device__ __forceinline__ void send2(uint32_t to, uint32_t bar, float x, float y) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to), "f"(x), "f"(y),
+                 "r"(bar)
+                 : "memory");
 }
 
 // A query's own list: recent rows, then compressed ones.
@@ -257,8 +296,9 @@ __device__ __forceinline__ const uint8_t* find_row(const LatentArgs& a, const Li
 // A running softmax takes a part in: the factors of what stood before and of the part. One of them is 1.
 __device__ __forceinline__ void join(float& m, float part_m, float& keep, float& add) {
     const bool higher = part_m > m;
-    keep = higher ? exp(__fsub_rn(m, part_m)) : 1.0f;
-    add = higher ? 1.0f : exp(__fsub_rn(part_m, m));
+    const float e = exp(higher ? __fsub_rn(m, part_m) : __fsub_rn(part_m, m));
+    keep = higher ? e : 1.0f;
+    add = higher ? 1.0f : e;
     m = higher ? part_m : m;
 }
 
@@ -273,80 +313,196 @@ __device__ __forceinline__ void turn(float& x, float& y, float cos, float sin) {
     y = __fadd_rn(__fmul_rn(b, cos), __fmul_rn(a, sin));
 }
 
-// What a running softmax is divided by and multiplied with at its end.
-__device__ __forceinline__ void finish(float m, float l, float sink, float& ours, float& total) {
+// What sums of a running softmax are multiplied with at its end.
+__device__ __forceinline__ float finish(float m, float l, float sink) {
     const float most = sink > m ? sink : m;
-    ours = exp(__fsub_rn(m, most));
-    total = __fadd_rn(__fmul_rn(l, ours), exp(__fsub_rn(sink, most)));
+    const float ours = exp(__fsub_rn(m, most));
+    return __fdiv_rn(ours, __fadd_rn(__fmul_rn(l, ours), exp(__fsub_rn(sink, most))));
 }
 
-// PLANES: BF16 terms of a row's value.
-template <uint32_t PLANES>
-__device__ void attend(const LatentArgs& a, const StepView& view) {
-    // BF16 terms of queries and weights.
-    constexpr uint32_t kQueryTerms = PLANES == 1 ? 2 : 3, kWeightTerms = kQueryTerms;
-    extern __shared__ __align__(16) uint8_t dynamic[];
-    __shared__ float part_m[kHeads], part_l[kHeads], total_m[kHeads], total_l[kHeads], keep_of[kHeads], add_of[kHeads];
-    __shared__ float2 gathered[kHeads][8];
-    pdl_launch();
-    pdl_wait();
-    const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-    const uint32_t r = blockIdx.z, first_head = blockIdx.y * kHeads, heads = min(kHeads, a.heads - first_head);
-    const uint32_t dim = a.dim, stride = dim + 8, quads = dim / 4;
-    // Queries, all on their way before anything is known of the row.
-    constexpr uint32_t kMost = kHeads * kMaxLatent / 4 / kThreads;
-    float4 query[kMost];
+// Stores fours of heads' values, N a lane, as they are and as the first output projection reads them: the rotation undone.
+// `at`: where the heads begin. Eight lanes in turn have neighbouring fours.
+template <int N>
+__device__ __forceinline__ void put(const LatentArgs& a, size_t at, uint32_t dim, const float* angles, float (&y)[N][4],
+                                    const uint32_t* h, const uint32_t* quad, const bool* there) {
+    const uint32_t rope_quad = (dim - kRopeDim) / 4;
 #pragma unroll
-    for (uint32_t j = 0; j < kMost; ++j) {
-        const uint32_t i = thread + j * kThreads, h = i / quads, e = i % quads * 4;
-        query[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (h < heads) query[j] = *reinterpret_cast<const float4*>(a.q + ((size_t)r * a.heads + first_head + h) * dim + e);
-    }
-    const RowInfo info = view.infos[r];
-    float* out = a.out + ((size_t)r * a.heads + first_head) * dim;
-    float* turned = a.turned + ((size_t)r * a.heads + first_head) * dim;
-    // Stores values e and e + 1 of a head, as they are and with the rotation undone.
-    auto put = [&](uint32_t h, uint32_t e, float x, float y) {
-        *reinterpret_cast<float2*>(out + h * dim + e) = make_float2(x, y);
-        if (e >= dim - kRopeDim && a.mutant != 3) {
-            const float2 cs = *reinterpret_cast<const float2*>(a.rope + (size_t)info.pos * kRopeDim + e - (dim - kRopeDim));
-            turn(x, y, cs.x, -cs.y);
+    for (int n = 0; n < N; ++n) {
+        const size_t to = at + h[n] * dim + 4 * quad[n];
+        if (there[n]) *reinterpret_cast<float4*>(a.out + to) = make_float4(y[n][0], y[n][1], y[n][2], y[n][3]);
+        if (quad[n] >= rope_quad && a.mutant != 3) {
+            const float4 cs = reinterpret_cast<const float4*>(angles)[quad[n] - rope_quad];
+            turn(y[n][0], y[n][1], cs.x, -cs.y), turn(y[n][2], y[n][3], cs.z, -cs.w);
         }
-        *reinterpret_cast<float2*>(turned + h * dim + e) = make_float2(x, y);
-    };
+        if (there[n] && a.turned != nullptr) {
+            *reinterpret_cast<float4*>(a.turned + to) = make_float4(y[n][0], y[n][1], y[n][2], y[n][3]);
+        }
+    }
+    if (a.codes == nullptr) return;
+    Quantised q[N];
+    quantise(y, q);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        const size_t to = at + h[n] * dim + 4 * quad[n];
+        if (!there[n]) continue;
+        *reinterpret_cast<uint32_t*>(a.codes + to) = q[n].q;
+        if (threadIdx.x % 8 == 0) a.code_scales[to / 32] = q[n].d, a.code_sums[to / 32] = q[n].sums;
+    }
+}
+
+// Merges the block's share of every split, a head a warp. part(split, ml, x): maximum and sum of the split and the lane's
+// fours; they come a few at a time.
+template <uint32_t TOGETHER, typename Part>
+__device__ __forceinline__ void merge(const LatentArgs& a, size_t at, uint32_t dim, uint32_t share, uint32_t splits, float sink,
+                                      const float* angles, Part part) {
+    const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quads = dim / 4;
+    const uint32_t heads = min(kHeads, a.heads - blockIdx.y * kHeads);
+    float y[kItems][4], m = -ARC_INF, l = 0.0f;
+#pragma unroll
+    for (uint32_t k = 0; k < kItems; ++k) y[k][0] = y[k][1] = y[k][2] = y[k][3] = 0.0f;
+    for (uint32_t first = 0; first < splits; first += TOGETHER) {
+        float2 ml[TOGETHER];
+        float4 x[TOGETHER][kItems];
+#pragma unroll
+        for (uint32_t s = 0; s < TOGETHER; ++s) part(min(first + s, splits - 1), ml[s], x[s]);
+#pragma unroll
+        for (uint32_t s = 0; s < TOGETHER; ++s) {
+            if (first + s >= splits) continue;
+            float keep, add;
+            join(m, ml[s].x, keep, add);
+            l = joined(l, keep, ml[s].y, add);
+#pragma unroll
+            for (uint32_t k = 0; k < kItems; ++k) {
+                const float v[4] = {x[s][k].x, x[s][k].y, x[s][k].z, x[s][k].w};
+#pragma unroll
+                for (uint32_t e = 0; e < 4; ++e) y[k][e] = joined(y[k][e], keep, v[e], add);
+            }
+        }
+    }
+    const float factor = finish(m, l, sink);
+    uint32_t h[kItems], quad[kItems];
+    bool there[kItems];
+#pragma unroll
+    for (uint32_t k = 0; k < kItems; ++k) {
+        h[k] = warp, quad[k] = blockIdx.x * share + min(lane + 32 * k, share - 1);
+        there[k] = lane + 32 * k < share && warp < heads && quad[k] < quads;
+#pragma unroll
+        for (uint32_t e = 0; e < 4; ++e) y[k][e] = __fmul_rn(y[k][e], factor);
+    }
+    if (share > 32) {
+        put(a, at, dim, angles, y, h, quad, there);
+    } else {
+        float one[1][4] = {{y[0][0], y[0][1], y[0][2], y[0][3]}};
+        put(a, at, dim, angles, one, h, quad, there);
+    }
+}
+
+// A block's share of a head's fours, of so many blocks: whole blocks of 32 values.
+__device__ __forceinline__ uint32_t share_of(uint32_t quads, uint32_t blocks) { return (quads + 8 * blocks - 1) / (8 * blocks) * 8; }
+
+// What all blocks of a row know of it: the query's list, its splits, its angles and sinks.
+__device__ __forceinline__ List list_of(const LatentArgs& a, uint32_t r, const RowInfo& info) {
     const uint32_t visible = a.rows.ratio == 0 || !info.live ? 0 : a.rows.visible(info.pos);
     List list;
     list.first = a.first_visible(info.pos);
     list.recent = info.pos + 1 - list.first;
     list.chosen = a.top != 0 && visible > a.top ? a.picks + (size_t)r * a.top : nullptr;
     list.n = list.recent + (a.top != 0 ? min(visible, a.top) : visible);
-    const bool faulty = info.live && list.chosen != nullptr && list.chosen[0] == 0xffffffffu;
-    if (!info.live || faulty) {
-        const float fill = faulty ? ARC_NAN : 0.0f;
-        for (uint32_t i = blockIdx.x * kThreads + thread; i < heads * dim; i += gridDim.x * kThreads) {
-            out[i] = turned[i] = fill;
-        }
-        return;
+    return list;
+}
+
+// A deliberately wrong variant for tests: as many splits as the step has rows.
+__device__ __forceinline__ uint32_t split_len(const LatentArgs& a) {
+    return a.mutant == 1 ? max(16u, kRows / a.n_rows / 16 * 16) : kRows;
+}
+
+__device__ __forceinline__ void load_head_consts(const LatentArgs& a, const RowInfo& info, float* angles, float* sink_of) {
+    const uint32_t thread = threadIdx.x, head = blockIdx.y * kHeads + thread - 32;
+    if (thread < kRopeDim / 4) {
+        reinterpret_cast<float4*>(angles)[thread] = *reinterpret_cast<const float4*>(a.rope + (size_t)info.pos * kRopeDim + 4 * thread);
+    } else if (thread >= 32 && thread - 32 < kHeads) {
+        sink_of[thread - 32] = head < a.heads ? a.sinks[head] : 0.0f;
     }
-    // A deliberately wrong variant for tests: as many splits as the step has rows.
-    const uint32_t split_rows = a.mutant == 1 ? max(16u, kRows / a.n_rows / 16 * 16) : kRows;
+}
+
+// PLANES: BF16 terms of a row's value. DIM: values of a row, or 0: as `a` says.
+template <uint32_t PLANES, uint32_t DIM>
+__device__ void attend(const LatentArgs& a, const StepView& view) {
+    // BF16 terms of queries and weights.
+    constexpr uint32_t kQueryTerms = PLANES == 1 ? 2 : 3, kWeightTerms = kQueryTerms;
+    extern __shared__ __align__(16) uint8_t dynamic[];
+    __shared__ float part_m[kHeads], part_l[kHeads], total_m[kHeads], total_l[kHeads], keep_of[kHeads], add_of[kHeads];
+    __shared__ float sink_of[kHeads];
+    __shared__ float2 weight_of[kMostBlocks][kHeads];  // maximum and sum of every split, where all are local
+    __shared__ uint64_t parcel;                        // what other blocks send: these and the block's share of their sums
+    __shared__ __align__(16) float angles[kRopeDim];
+    pdl_launch();
+    const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+    const uint32_t r = blockIdx.z, first_head = blockIdx.y * kHeads, heads = min(kHeads, a.heads - first_head);
+    const uint32_t dim = DIM != 0 ? DIM : a.dim, row_bytes = DIM != 0 && PLANES == 1 ? DIM + kRopeDim + 8 : a.row_bytes;
+    const uint32_t stride = dim + 8, quads = dim / 4, rope_quad = (dim - kRopeDim) / 4;
+    // One block takes all splits; or some do, and another kernel merges; or those of a cluster, one each at most.
+    const bool single = gridDim.x == 1, apart = a.apart != 0, local = !single && !apart;
+    // Everybody has begun, and a barrier, before anybody sends to another.
+    if (local) {
+        if (thread == 0) parcel_init(&parcel);
+        cluster_arrive_relaxed();
+    }
+    const RowInfo info = info_early(view, r);
+    load_head_consts(a, info, angles, sink_of);
+    // The warp's head: values 4 lane + 128 j.
+    float4 query[4];
+    auto ask_queries = [&]() {
+#pragma unroll
+        for (uint32_t j = 0; j < 4; ++j) {
+            const uint32_t e = 4 * lane + 128 * j;
+            query[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (warp < heads && e < dim) {
+                query[j] = __ldcg(reinterpret_cast<const float4*>(a.q + ((size_t)r * a.heads + first_head + warp) * dim + e));
+            }
+        }
+    };
+    const size_t out_at = ((size_t)r * a.heads + first_head) * dim;
+    const List list = list_of(a, r, info);
+    const bool waits = !info.live || list.chosen != nullptr;
+    if (waits) {
+        pdl_wait();
+        ask_queries();
+        const bool faulty = info.live && list.chosen[0] == 0xffffffffu;
+        if (!info.live || faulty) {
+            const float fill = faulty ? ARC_NAN : 0.0f;
+            for (uint32_t i = blockIdx.x * kThreads + thread; i < heads * dim; i += gridDim.x * kThreads) {
+                const size_t at = out_at + i;
+                a.out[at] = fill;
+                if (a.turned != nullptr) a.turned[at] = fill;
+                if (a.codes == nullptr) continue;
+                a.codes[at] = 0;
+                if (at % 32 == 0) a.code_scales[at / 32] = fill, a.code_sums[at / 32] = 0;
+            }
+            return;
+        }
+    }
+    const uint32_t split_rows = split_len(a);
     const uint32_t splits = (list.n + split_rows - 1) / split_rows;
-    const bool single = gridDim.x == 1;
-    if (!single && splits > a.most_splits) {
+    if (splits > (local ? gridDim.x : single ? 0xffffffffu : a.most_splits)) {
         // The step's context class was too small.
         if (thread == 0) report_fault(view, 0x6c610001);
+        if (!waits) pdl_wait();
         return;
     }
     const uint32_t* blocks = view.blocks + (size_t)info.slot * view.max_blocks;
     uint16_t* q = reinterpret_cast<uint16_t*>(dynamic);          // [kQueryTerms][kHeads][stride]
     uint16_t* rows = q + kQueryTerms * kHeads * stride;          // [kRows][stride]
-    float* scores = reinterpret_cast<float*>(rows + kRows * stride);                      // [kWarps][kHeads][kScoreStride]
-    uint16_t* weights = reinterpret_cast<uint16_t*>(scores + kWarps * kHeads * kScoreStride);  // [terms][kHeads][kWeightStride]
+    float* scores = reinterpret_cast<float*>(rows + kRows * stride);                      // [kShares][kHeads][kScoreStride]
+    uint16_t* weights = reinterpret_cast<uint16_t*>(scores + kShares * kHeads * kScoreStride);  // [terms][kHeads][kWeightStride]
+    // What this block merges of every split: [splits][kHeads][share_stride].
+    float* received = reinterpret_cast<float*>(weights + kWeightTerms * kHeads * kWeightStride);
+    const uint32_t share = share_of(quads, gridDim.x), share_stride = 4 * share + 8;
 
-    // Brings a split's rows. Each warp takes ten, and needs no other for them. First they are found, and those that are
+    // Brings a split's rows. Each warp takes five, and needs no other for them. First they are found, and those that are
     // stored as Fp8 are sent for as they are, to where the scores will be: eight bytes at a time, all at once.
     constexpr uint32_t kOwn = kRows / kWarps;
-    uint8_t* raw = reinterpret_cast<uint8_t*>(scores) + warp * kOwn * a.row_bytes;
+    uint8_t* raw = reinterpret_cast<uint8_t*>(scores) + warp * kOwn * row_bytes;
     const uint8_t* from = nullptr;
     uint32_t packed = 0;
     auto of = [&](uint32_t i) {
@@ -359,14 +515,14 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         if (lane < kOwn && own < here) from = find_row(a, list, blocks, r, info, base + own, stored);
         if constexpr (PLANES == 1) {
             packed = __ballot_sync(kFull, stored);
-            const uint32_t row_words = a.row_bytes / 8;
+            const uint32_t row_words = row_bytes / 8;
 #pragma unroll
             for (uint32_t i = 0; i < kOwn; ++i) {
                 const uint8_t* row = of(i);
 #pragma unroll
                 for (uint32_t j = 0; j < 3; ++j) {
                     const uint32_t word = lane + 32 * j;
-                    if ((packed >> i & 1) && word < row_words) copy_async(raw + i * a.row_bytes + 8 * word, row + 8 * word);
+                    if ((packed >> i & 1) && word < row_words) copy_async(raw + i * row_bytes + 8 * word, row + 8 * word);
                 }
             }
         }
@@ -378,49 +534,45 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
             copies_landed();
             __syncwarp();
             const uint32_t nope = dim - kRopeDim, words = nope / 8 + kRopeDim / 4;
-            // Five rows at a time: all words are read before the first is stored.
-            constexpr uint32_t kTogether = 5;
-#pragma unroll 1
-            for (uint32_t first = 0; first < kOwn; first += kTogether) {
-                uint2 x[kTogether][3];
-                uint32_t scale[kTogether][2];
+            // All words are read before the first is stored.
+            uint2 x[kOwn][3];
+            uint32_t scale[kOwn][2];
 #pragma unroll
-                for (uint32_t i = 0; i < kTogether; ++i) {
-                    const uint8_t* row = raw + (first + i) * a.row_bytes;
+            for (uint32_t i = 0; i < kOwn; ++i) {
+                const uint8_t* row = raw + i * row_bytes;
 #pragma unroll
-                    for (uint32_t j = 0; j < 3; ++j) {
-                        const uint32_t word = min(lane + 32 * j, words - 1);
-                        x[i][j] = *reinterpret_cast<const uint2*>(row + 8 * word);
-                        if (j < 2) scale[i][j] = row[nope + 2 * kRopeDim + min(word, nope / 8 - 1) / 8];
-                    }
+                for (uint32_t j = 0; j < 3; ++j) {
+                    const uint32_t word = min(lane + 32 * j, words - 1);
+                    x[i][j] = *reinterpret_cast<const uint2*>(row + 8 * word);
+                    if (j < 2) scale[i][j] = row[nope + 2 * kRopeDim + min(word, nope / 8 - 1) / 8];
                 }
+            }
 #pragma unroll
-                for (uint32_t i = 0; i < kTogether; ++i) {
-                    if ((packed >> (first + i) & 1) == 0) continue;
-                    uint16_t* row = to + (first + i) * stride;
+            for (uint32_t i = 0; i < kOwn; ++i) {
+                if ((packed >> i & 1) == 0) continue;
+                uint16_t* row = to + i * stride;
 #pragma unroll
-                    for (uint32_t j = 0; j < 3; ++j) {
-                        const uint32_t word = lane + 32 * j;
-                        // 512 values have 56 words of codes: the third is past them.
-                        if (j < 2 && word < nope / 8) {
-                            uint32_t rest;
-                            const uint32_t factor = decode_factor(scale[i][j % 2], rest);
-                            uint2 low = decode_four(x[i][j].x, factor), high = decode_four(x[i][j].y, factor);
-                            if (rest != 0x3f803f80u) {
-                                low = make_uint2(bf16_product(low.x, rest), bf16_product(low.y, rest));
-                                high = make_uint2(bf16_product(high.x, rest), bf16_product(high.y, rest));
-                            }
-                            *reinterpret_cast<uint4*>(row + 8 * word) = make_uint4(low.x, low.y, high.x, high.y);
-                        } else if (word < words) {
-                            *reinterpret_cast<uint2*>(row + nope + 4 * (word - nope / 8)) = x[i][j];
+                for (uint32_t j = 0; j < 3; ++j) {
+                    const uint32_t word = lane + 32 * j;
+                    // 512 values have 56 words of codes: the third is past them.
+                    if (j < 2 && word < nope / 8) {
+                        uint32_t rest;
+                        const uint32_t factor = decode_factor(scale[i][j % 2], rest);
+                        uint2 low = decode_four(x[i][j].x, factor), high = decode_four(x[i][j].y, factor);
+                        if (rest != 0x3f803f80u) {
+                            low = make_uint2(bf16_product(low.x, rest), bf16_product(low.y, rest));
+                            high = make_uint2(bf16_product(high.x, rest), bf16_product(high.y, rest));
                         }
+                        *reinterpret_cast<uint4*>(row + 8 * word) = make_uint4(low.x, low.y, high.x, high.y);
+                    } else if (word < words) {
+                        *reinterpret_cast<uint2*>(row + nope + 4 * (word - nope / 8)) = x[i][j];
                     }
                 }
             }
         }
         // Rows in f32, two at a time.
         for (uint32_t i = 0; i < kOwn; i += 2) {
-            if ((packed >> i & 3) == 3) continue;
+            if ((packed >> i & 3) == (i + 1 < kOwn ? 3 : 1)) continue;
             float4 x[2][4];
 #pragma unroll
             for (uint32_t half = 0; half < 2; ++half) {
@@ -428,13 +580,13 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
 #pragma unroll
                 for (uint32_t j = 0; j < 4; ++j) {
                     const uint32_t e = lane + 32 * j;
-                    const bool there = row != nullptr && 4 * e < dim && (packed >> (i + half) & 1) == 0;
-                    x[half][j] = there ? row[e] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                    const bool there = row != nullptr && 4 * e < dim && (packed >> (i + half) & 1) == 0 && i + half < kOwn;
+                    x[half][j] = there ? __ldcg(row + e) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                 }
             }
 #pragma unroll
             for (uint32_t half = 0; half < 2; ++half) {
-                if (packed >> (i + half) & 1) continue;
+                if ((packed >> (i + half) & 1) || i + half >= kOwn) continue;
 #pragma unroll
                 for (uint32_t j = 0; j < 4; ++j) {
                     const uint32_t e = lane + 32 * j;
@@ -448,134 +600,158 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         }
     };
 
-    // Where no block has more than one split, parts stay in shared memory.
-    const bool local = !single && splits <= min(gridDim.x, 8u);
-    const uint32_t part_stride = dim + 4;
-    float* own_part = reinterpret_cast<float*>(rows);  // [kHeads][part_stride]
     if (thread < kHeads) total_m[thread] = -ARC_INF, total_l[thread] = 0.0f;
-    // Queries, cut into terms.
+    // Norm and rotation of the queries, which are then cut into terms.
     auto cut_queries = [&]() {
+        const float4 squares[1] = {add4(add4(mul4(query[0], query[0]), mul4(query[2], query[2])),
+                                        add4(mul4(query[1], query[1]), mul4(query[3], query[3])))};
+        float sums[1];
+        sum_lanes4(squares, sums);
+        const float factor = rsqrt(__fadd_rn(__fdiv_rn(__fadd_rn(0.0f, sums[0]), (float)dim), a.eps));
+        // Sixteen fours rotate: a lane has one of them at most.
+        const uint32_t turning = (lane - rope_quad) & 31, turning_j = (rope_quad + turning) / 32;
+        float4 cs = make_float4(1.0f, 0.0f, 1.0f, 0.0f);
+        if (turning < kRopeDim / 4) cs = reinterpret_cast<const float4*>(angles)[turning];
 #pragma unroll
-        for (uint32_t j = 0; j < kMost; ++j) {
-            const uint32_t i = thread + j * kThreads, h = i / quads, e = i % quads * 4;
-            if (h < kHeads) {
+        for (uint32_t j = 0; j < 4; ++j) {
+            float4& x = query[j];
+            x.x = __fmul_rn(x.x, factor), x.y = __fmul_rn(x.y, factor);
+            x.z = __fmul_rn(x.z, factor), x.w = __fmul_rn(x.w, factor);
+            if (turning < kRopeDim / 4 && j == turning_j) turn(x.x, x.y, cs.x, cs.y), turn(x.z, x.w, cs.z, cs.w);
+            const uint32_t e = 4 * lane + 128 * j;
+            if (e >= dim) continue;
 #pragma unroll
-                for (uint32_t t = 0; t < kQueryTerms; ++t) {
-                    const uint32_t low = cut_pair(query[j].x, query[j].y), high = cut_pair(query[j].z, query[j].w);
-                    *reinterpret_cast<uint2*>(q + (t * kHeads + h) * stride + e) = make_uint2(low, high);
-                }
+            for (uint32_t t = 0; t < kQueryTerms; ++t) {
+                const uint32_t low = cut_pair(x.x, x.y), high = cut_pair(x.z, x.w);
+                *reinterpret_cast<uint2*>(q + (t * kHeads + warp) * stride + e) = make_uint2(low, high);
             }
         }
     };
     // Pairs of eight values of a row that the warp sums.
+    constexpr uint32_t kPairs = kMaxLatent / 16 / kWarps;
     const uint32_t pairs = dim / 16, per_warp = (pairs + kWarps - 1) / kWarps, first_pair = warp * per_warp;
-    float total[4][2][4];
+    // Those whose scores the warp takes, and its tiles of sixteen rows: three or two.
+    const uint32_t steps = (pairs + kShares - 1) / kShares, first_step = warp % kShares * steps;
+    constexpr uint32_t kTiles = (kRows / 16 + 1) / 2;
+    const uint32_t first_tile = warp / kShares * kTiles;
+    float total[kPairs][2][4];
 #pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) {
+    for (uint32_t i = 0; i < kPairs; ++i) {
 #pragma unroll
         for (uint32_t j = 0; j < 8; ++j) total[i][j / 4][j % 4] = 0.0f;
+    }
+    if (local) {
+        cluster_wait();
+        // The block's share of every split's sums, and their weights.
+        const uint32_t fours = min(share, quads - min(quads, blockIdx.x * share));
+        if (thread == 0) parcel_expect(&parcel, splits * kHeads * (16 * fours + 8));
     }
     for (uint32_t split = blockIdx.x; split < splits; split += gridDim.x) {
         const uint32_t here = min(split_rows, list.n - split * split_rows);
         send(split);
-        if (split == blockIdx.x) cut_queries();
-        // Scores: the warp takes a share of the values, for all rows.
-        float c[kRows / 8][4];
+        // Scores: the warp takes a share of the values, for its rows.
+        float c[kTiles][2][4];
 #pragma unroll
-        for (uint32_t i = 0; i < kRows / 8; ++i) c[i][0] = c[i][1] = c[i][2] = c[i][3] = 0.0f;
+        for (uint32_t i = 0; i < kTiles; ++i) {
+#pragma unroll
+            for (uint32_t j = 0; j < 8; ++j) c[i][j / 4][j % 4] = 0.0f;
+        }
         for (uint32_t plane = 0; plane < PLANES; ++plane) {
             bring(plane);
+            if (split == blockIdx.x && plane == 0) {
+                if (!waits) {
+                    pdl_wait();
+                    ask_queries();
+                }
+                // `angles` are there.
+                __syncthreads();
+                cut_queries();
+            }
             __syncthreads();
-            for (uint32_t step = first_pair; step < min(first_pair + per_warp, pairs); ++step) {
+#pragma unroll
+            for (uint32_t i = 0; i < kMaxLatent / 16 / kShares; ++i) {
+                const uint32_t step = first_step + i;
+                if (i >= steps || step >= pairs) continue;
                 uint32_t x[kQueryTerms][4];
 #pragma unroll
                 for (uint32_t t = 0; t < kQueryTerms; ++t) {
                     load_tiles(x[t], shared_at(q + (t * kHeads + (lane & 15)) * stride + step * 16 + (lane >> 4) * 8));
                 }
 #pragma unroll
-                for (uint32_t n = 0; n < kRows / 16; ++n) {
+                for (uint32_t n = 0; n < kTiles; ++n) {
+                    if (first_tile + n >= kRows / 16) continue;
                     uint32_t y[4];
-                    load_tiles(y, shared_at(rows + (n * 16 + (lane >> 4) * 8 + (lane & 7)) * stride + step * 16 +
+                    load_tiles(y, shared_at(rows + ((first_tile + n) * 16 + (lane >> 4) * 8 + (lane & 7)) * stride + step * 16 +
                                             (lane >> 3 & 1) * 8));
 #pragma unroll
                     for (uint32_t t = 0; t < kQueryTerms; ++t) {
-                        mma(c[2 * n], x[t], y[0], y[1]);
-                        mma(c[2 * n + 1], x[t], y[2], y[3]);
+                        mma(c[n][0], x[t], y[0], y[1]);
+                        mma(c[n][1], x[t], y[2], y[3]);
                     }
                 }
             }
             if (PLANES > 1 && plane + 1 < PLANES) __syncthreads();
         }
-        float* own = scores + warp * kHeads * kScoreStride + (lane >> 2) * kScoreStride + (lane & 3) * 2;
+        float* own = scores + (warp % kShares * kHeads + (lane >> 2)) * kScoreStride + first_tile * 16 + (lane & 3) * 2;
 #pragma unroll
-        for (uint32_t i = 0; i < kRows / 8; ++i) {
-            *reinterpret_cast<float2*>(own + 8 * i) = make_float2(c[i][0], c[i][1]);
-            *reinterpret_cast<float2*>(own + 8 * kScoreStride + 8 * i) = make_float2(c[i][2], c[i][3]);
+        for (uint32_t i = 0; i < kTiles; ++i) {
+            if (first_tile + i >= kRows / 16) continue;
+#pragma unroll
+            for (uint32_t j = 0; j < 2; ++j) {
+                *reinterpret_cast<float2*>(own + 16 * i + 8 * j) = make_float2(c[i][j][0], c[i][j][1]);
+                *reinterpret_cast<float2*>(own + 8 * kScoreStride + 16 * i + 8 * j) = make_float2(c[i][j][2], c[i][j][3]);
+            }
         }
         __syncthreads();
-        // Softmax: the warp has two heads, side by side.
-        float e[2][3], top[2], sum[2];
+        // Softmax: the warp has one head.
+        float e[3], top = -ARC_INF;
 #pragma unroll
-        for (uint32_t i = 0; i < 2; ++i) {
-            top[i] = -ARC_INF;
+        for (uint32_t j = 0; j < 3; ++j) {
+            const uint32_t key = lane + 32 * j;
+            float dot = 0.0f;
 #pragma unroll
-            for (uint32_t j = 0; j < 3; ++j) {
-                const uint32_t key = lane + 32 * j;
-                float dot = 0.0f;
+            for (uint32_t w = 0; w < kShares; ++w) {
+                dot = __fadd_rn(dot, scores[(w * kHeads + warp) * kScoreStride + min(key, kRows - 1)]);
+            }
+            e[j] = key < here ? __fmul_rn(dot, a.scale) : -ARC_INF;
+            top = fmaxf(top, e[j]);
+        }
 #pragma unroll
-                for (uint32_t w = 0; w < kWarps; ++w) {
-                    dot = __fadd_rn(dot, scores[(w * kHeads + 2 * warp + i) * kScoreStride + min(key, kRows - 1)]);
-                }
-                e[i][j] = key < here ? __fmul_rn(dot, a.scale) : -ARC_INF;
-                top[i] = fmaxf(top[i], e[i][j]);
+        for (int half = 16; half > 0; half >>= 1) top = fmaxf(top, __shfl_xor_sync(kFull, top, half));
+#pragma unroll
+        for (uint32_t j = 0; j < 3; ++j) e[j] = exp(__fsub_rn(e[j], top));
+        float sum = __fadd_rn(__fadd_rn(e[0], e[1]), e[2]);
+#pragma unroll
+        for (uint32_t j = 0; j < 3; ++j) {
+            const uint32_t key = lane + 32 * j;
+            if (key >= kRows) continue;
+#pragma unroll
+            for (uint32_t t = 0; t < kWeightTerms; ++t) {
+                const uint32_t bits = bf16_pair(e[j], 0.0f) & 0xffff;
+                e[j] = __fsub_rn(e[j], __uint_as_float(bits << 16));
+                weights[(t * kHeads + warp) * kWeightStride + key] = bits;
             }
         }
 #pragma unroll
-        for (int half = 16; half > 0; half >>= 1) {
-#pragma unroll
-            for (uint32_t i = 0; i < 2; ++i) top[i] = fmaxf(top[i], __shfl_xor_sync(kFull, top[i], half));
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < 2; ++i) {
-#pragma unroll
-            for (uint32_t j = 0; j < 3; ++j) e[i][j] = exp(__fsub_rn(e[i][j], top[i]));
-            sum[i] = __fadd_rn(__fadd_rn(e[i][0], e[i][1]), e[i][2]);
-        }
-#pragma unroll
-        for (int half = 16; half > 0; half >>= 1) {
-#pragma unroll
-            for (uint32_t i = 0; i < 2; ++i) sum[i] = __fadd_rn(sum[i], __shfl_xor_sync(kFull, sum[i], half));
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < 2; ++i) {
-            const uint32_t h = 2 * warp + i;
-#pragma unroll
-            for (uint32_t j = 0; j < 3; ++j) {
-                const uint32_t key = lane + 32 * j;
-                if (key < kRows) {
-#pragma unroll
-                    for (uint32_t t = 0; t < kWeightTerms; ++t) {
-                        const uint32_t bits = bf16_pair(e[i][j], 0.0f) & 0xffff;
-                        e[i][j] = __fsub_rn(e[i][j], __uint_as_float(bits << 16));
-                        weights[(t * kHeads + h) * kWeightStride + key] = bits;
-                    }
-                }
+        for (int half = 16; half > 0; half >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(kFull, sum, half));
+        if (local) {
+            if (lane < gridDim.x) {
+                send2(in_block(shared_at(&weight_of[split][warp]), lane), in_block(shared_at(&parcel), lane), top, sum);
             }
-            if (lane == 0) {
-                part_m[h] = top[i], part_l[h] = sum[i];
-                if (single) {
-                    float m = total_m[h], keep, add;
-                    join(m, top[i], keep, add);
-                    total_m[h] = m, total_l[h] = joined(total_l[h], keep, sum[i], add);
-                    keep_of[h] = keep, add_of[h] = add;
-                }
+        } else if (lane == 0) {
+            part_m[warp] = top, part_l[warp] = sum;
+            if (single) {
+                float m = total_m[warp], keep, add;
+                join(m, top, keep, add);
+                total_m[warp] = m, total_l[warp] = joined(total_l[warp], keep, sum, add);
+                keep_of[warp] = keep, add_of[warp] = add;
             }
         }
         __syncthreads();
         // Sums: the warp takes a share of the values.
-        float o[4][2][4];
+        float o[kPairs][2][4];
 #pragma unroll
-        for (uint32_t i = 0; i < 4; ++i) {
+        for (uint32_t i = 0; i < kPairs; ++i) {
 #pragma unroll
             for (uint32_t j = 0; j < 8; ++j) o[i][j / 4][j % 4] = 0.0f;
         }
@@ -593,7 +769,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                     load_tiles(x[t], shared_at(weights + (t * kHeads + (lane & 15)) * kWeightStride + k * 16 + (lane >> 4) * 8));
                 }
 #pragma unroll
-                for (uint32_t i = 0; i < 4; ++i) {
+                for (uint32_t i = 0; i < kPairs; ++i) {
                     const uint32_t pair = first_pair + i;
                     if (i < per_warp && pair < pairs) {
                         uint32_t y[4];
@@ -612,7 +788,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         if (single) {
             const float keep[2] = {keep_of[low], keep_of[high]}, add[2] = {add_of[low], add_of[high]};
 #pragma unroll
-            for (uint32_t i = 0; i < 4; ++i) {
+            for (uint32_t i = 0; i < kPairs; ++i) {
 #pragma unroll
                 for (uint32_t j = 0; j < 8; ++j) {
                     float& t = total[i][j / 4][j % 4];
@@ -623,123 +799,108 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
             continue;
         }
         float* parts = a.parts + (((size_t)r * a.heads + first_head) * a.most_splits + split) * (dim + 2);
-        size_t to_next = (size_t)a.most_splits * (dim + 2);
-        if (local) {
-            // Where the rows were.
-            __syncthreads();
-            parts = own_part, to_next = part_stride;
-        }
+        const size_t to_next = (size_t)a.most_splits * (dim + 2);
 #pragma unroll
-        for (uint32_t i = 0; i < 4; ++i) {
+        for (uint32_t i = 0; i < kPairs; ++i) {
             if (i < per_warp && first_pair + i < pairs) {
 #pragma unroll
                 for (uint32_t j = 0; j < 2; ++j) {
                     const uint32_t e = (first_pair + i) * 16 + 8 * j + 2 * (lane & 3);
-                    if (low < heads) *reinterpret_cast<float2*>(parts + low * to_next + e) = make_float2(o[i][j][0], o[i][j][1]);
-                    if (high < heads) *reinterpret_cast<float2*>(parts + high * to_next + e) = make_float2(o[i][j][2], o[i][j][3]);
+                    if (local) {
+                        // To the block that merges these values.
+                        const uint32_t block = (first_pair + i) * 4 / share, bar = in_block(shared_at(&parcel), block);
+                        const float* to = received + (split * kHeads + low) * share_stride + e - block * share * 4;
+                        const uint32_t at = in_block(shared_at(to), block);
+                        send2(at, bar, o[i][j][0], o[i][j][1]);
+                        send2(at + 4 * 8 * share_stride, bar, o[i][j][2], o[i][j][3]);
+                    } else {
+                        if (low < heads) *reinterpret_cast<float2*>(parts + low * to_next + e) = make_float2(o[i][j][0], o[i][j][1]);
+                        if (high < heads) *reinterpret_cast<float2*>(parts + high * to_next + e) = make_float2(o[i][j][2], o[i][j][3]);
+                    }
                 }
             }
         }
-        if (thread < heads && !local) {
+        if (local) break;
+        if (thread < heads) {
             *reinterpret_cast<float2*>(parts + thread * to_next + dim) = make_float2(part_m[thread], part_l[thread]);
         }
         __syncthreads();
     }
+    if (blockIdx.x >= splits && !waits) pdl_wait();
     if (single) {
-        const uint32_t low = lane >> 2, high = low + 8;
-        float ours[2], sum[2];
-        finish(total_m[low], total_l[low], low < heads ? a.sinks[first_head + low] : 0.0f, ours[0], sum[0]);
-        finish(total_m[high], total_l[high], high < heads ? a.sinks[first_head + high] : 0.0f, ours[1], sum[1]);
+        // Through shared memory, where the rows were: from two values a lane to four.
+        const uint32_t low = lane >> 2, high = low + 8, part_stride = dim + 4;
+        float* part = reinterpret_cast<float*>(rows);
+        const float factor[2] = {finish(total_m[low], total_l[low], sink_of[low]), finish(total_m[high], total_l[high], sink_of[high])};
 #pragma unroll
-        for (uint32_t i = 0; i < 4; ++i) {
+        for (uint32_t i = 0; i < kPairs; ++i) {
             if (i < per_warp && first_pair + i < pairs) {
 #pragma unroll
-                for (uint32_t j = 0; j < 2; ++j) {
-                    const uint32_t e = (first_pair + i) * 16 + 8 * j + 2 * (lane & 3);
-#pragma unroll
-                    for (uint32_t half = 0; half < 2; ++half) {
-                        const uint32_t h = half == 0 ? low : high;
-                        const float* t = total[i][j] + 2 * half;
-                        if (h < heads) {
-                            put(h, e, __fdiv_rn(__fmul_rn(t[0], ours[half]), sum[half]),
-                                __fdiv_rn(__fmul_rn(t[1], ours[half]), sum[half]));
-                        }
-                    }
+                for (uint32_t j = 0; j < 4; ++j) {
+                    const uint32_t e = (first_pair + i) * 16 + 8 * (j / 2) + 2 * (lane & 3), half = j % 2;
+                    const float* t = total[i][j / 2] + 2 * half;
+                    *reinterpret_cast<float2*>(part + (half == 0 ? low : high) * part_stride + e) =
+                        make_float2(__fmul_rn(t[0], factor[half]), __fmul_rn(t[1], factor[half]));
                 }
             }
+        }
+        __syncthreads();
+        for (uint32_t first = 0; first < heads * quads; first += kThreads) {
+            const uint32_t i = first + thread, h[1] = {min(i / quads, heads - 1)}, quad[1] = {i % quads};
+            const bool there[1] = {i < heads * quads};
+            const float4 x = *reinterpret_cast<const float4*>(part + h[0] * part_stride + 4 * quad[0]);
+            float y[1][4] = {{x.x, x.y, x.z, x.w}};
+            put(a, out_at, dim, angles, y, h, quad, there);
         }
         return;
     }
-    // The cluster's blocks merge, each a share of every head's values. What else that takes comes before they meet.
-    const uint32_t share = (quads + gridDim.x - 1) / gridDim.x;
-    for (uint32_t i = thread, round = 0; round * kThreads < heads * share; i += kThreads, ++round) {
-        const uint32_t h = min(i / share, heads - 1), quad = min(blockIdx.x * share + i % share, quads - 1);
-        const float sink = a.sinks[first_head + h];
-        float4 cs = make_float4(1.0f, 0.0f, 1.0f, 0.0f);
-        if (4 * quad >= dim - kRopeDim) {
-            cs = *reinterpret_cast<const float4*>(a.rope + (size_t)info.pos * kRopeDim + 4 * quad - (dim - kRopeDim));
-        }
-        if (round == 0) cluster_sync();
-        const float* part = a.parts + ((size_t)r * a.heads + first_head + h) * a.most_splits * (dim + 2);
-        float m = -ARC_INF, l = 0.0f;
-        float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        // Parts come eight at a time; local ones are all there are, and their weights were gathered.
-        for (uint32_t first = 0; first < splits; first += 8) {
-            float2 ml[8];
-            float4 x[8];
+    if (apart) return;
+    // The cluster's blocks merge, each its share.
+    parcel_wait(&parcel);
+    merge<2>(a, out_at, dim, share, splits, sink_of[warp], angles, [&](uint32_t split, float2& ml, float4(&x)[kItems]) {
+        ml = weight_of[split][warp];
 #pragma unroll
-            for (uint32_t s = 0; s < 8; ++s) {
-                const uint32_t split = first + s;
-                if (split < splits) {
-                    if (local) {
-                        x[s] = remote4(own_part + h * part_stride + 4 * quad, split);
-                    } else {
-                        const float* at = part + (size_t)split * (dim + 2);
-                        ml[s] = __ldcg(reinterpret_cast<const float2*>(at + dim));
-                        const float2 low = __ldcg(reinterpret_cast<const float2*>(at + 4 * quad));
-                        const float2 high = __ldcg(reinterpret_cast<const float2*>(at + 4 * quad + 2));
-                        x[s] = make_float4(low.x, low.y, high.x, high.y);
-                    }
-                }
-            }
-            if (local && round == 0) {
-                if (thread < kHeads * 8 && thread % 8 < splits) {
-                    const uint32_t of = thread / 8, split = thread % 8;
-                    gathered[of][split] = make_float2(remote(part_m + of, split), remote(part_l + of, split));
-                }
-                __syncthreads();
-            }
-#pragma unroll
-            for (uint32_t s = 0; s < 8; ++s) {
-                if (first + s < splits) {
-                    if (local) ml[s] = gathered[h][s];
-                    float keep, add;
-                    join(m, ml[s].x, keep, add);
-                    l = joined(l, keep, ml[s].y, add);
-                    o.x = joined(o.x, keep, x[s].x, add), o.y = joined(o.y, keep, x[s].y, add);
-                    o.z = joined(o.z, keep, x[s].z, add), o.w = joined(o.w, keep, x[s].w, add);
-                }
-            }
+        for (uint32_t k = 0; k < kItems; ++k) {
+            const uint32_t i = min(lane + 32 * k, share - 1);
+            x[k] = *reinterpret_cast<const float4*>(received + (split * kHeads + warp) * share_stride + 4 * i);
         }
-        float ours, sum;
-        finish(m, l, sink, ours, sum);
-        if (i < heads * share && blockIdx.x * share + i % share < quads) {
-            float4 y = make_float4(__fdiv_rn(__fmul_rn(o.x, ours), sum), __fdiv_rn(__fmul_rn(o.y, ours), sum),
-                                   __fdiv_rn(__fmul_rn(o.z, ours), sum), __fdiv_rn(__fmul_rn(o.w, ours), sum));
-            *reinterpret_cast<float4*>(out + h * dim + 4 * quad) = y;
-            if (a.mutant != 3 && 4 * quad >= dim - kRopeDim) turn(y.x, y.y, cs.x, -cs.y), turn(y.z, y.w, cs.z, -cs.w);
-            *reinterpret_cast<float4*>(turned + h * dim + 4 * quad) = y;
-        }
-    }
-    // Nobody leaves while others read its part.
-    if (local) cluster_sync();
+    });
 }
 
 }  // namespace
 
-// Grid: (blocks of splits, groups of 16 heads, rows). With one block of splits, it takes all, one after the other; with
-// several they are a cluster, and `parts` has room.
-extern "C" __global__ void __launch_bounds__(256, 1) latent_attend_packed(LatentArgs a, StepView view) { attend<1>(a, view); }
-extern "C" __global__ void __launch_bounds__(256, 1) latent_attend_f32(LatentArgs a, StepView view) { attend<3>(a, view); }
+// Grid: (blocks of splits, groups of 16 heads, rows).
+extern "C" __global__ void __launch_bounds__(512, 1) latent_attend_512(LatentArgs a, StepView view) { attend<1, 512>(a, view); }
+extern "C" __global__ void __launch_bounds__(512, 1) latent_attend_packed(LatentArgs a, StepView view) { attend<1, 0>(a, view); }
+extern "C" __global__ void __launch_bounds__(512, 1) latent_attend_f32(LatentArgs a, StepView view) { attend<3, 0>(a, view); }
+
+// Merges what blocks apart left in `parts`. Grid: (shares of a head's values, groups of 16 heads, rows).
+extern "C" __global__ void __launch_bounds__(512, 1) latent_merge(LatentArgs a, StepView view) {
+    __shared__ float sink_of[kHeads];
+    __shared__ __align__(16) float angles[kRopeDim];
+    pdl_launch();
+    const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5, r = blockIdx.z, first_head = blockIdx.y * kHeads;
+    const RowInfo info = info_early(view, r);
+    const List list = list_of(a, r, info);
+    load_head_consts(a, info, angles, sink_of);
+    __syncthreads();
+    pdl_wait();
+    // Those rows are complete.
+    if (!info.live || (list.chosen != nullptr && list.chosen[0] == 0xffffffffu)) return;
+    const uint32_t share = share_of(a.dim / 4, gridDim.x), splits = (list.n + split_len(a) - 1) / split_len(a);
+    if (splits > a.most_splits) return;
+    const float* parts = a.parts + ((size_t)r * a.heads + min(first_head + warp, a.heads - 1)) * a.most_splits * (a.dim + 2);
+    const size_t at = ((size_t)r * a.heads + first_head) * a.dim;
+    merge<8>(a, at, a.dim, share, splits, sink_of[warp], angles, [&](uint32_t split, float2& ml, float4(&x)[kItems]) {
+        const float* part = parts + (size_t)split * (a.dim + 2);
+        ml = *reinterpret_cast<const float2*>(part + a.dim);
+#pragma unroll
+        for (uint32_t k = 0; k < kItems; ++k) {
+            const float* from = part + 4 * min(blockIdx.x * share + min(lane + 32 * k, share - 1), a.dim / 4 - 1);
+            const float2 low = *reinterpret_cast<const float2*>(from), high = *reinterpret_cast<const float2*>(from + 2);
+            x[k] = make_float4(low.x, low.y, high.x, high.y);
+        }
+    });
+}
 
 }  // namespace arc

@@ -28,7 +28,10 @@ struct LatentArgs {
     const float* sinks;  // [heads]
     const uint32_t* picks;  // [rows, top]
     float* out;          // [rows, heads, dim]
-    float* turned;       // [rows, heads, dim]: the same with the rotation undone, for the first output projection
+    float* turned;       // [rows, heads, dim]: the same with the rotation undone, for the first output projection; or null
+    int8_t* codes;       // that projection's inputs as int8, scales and sums (quantise.cuh); or null
+    float* code_scales;
+    uint32_t* code_sums;
     float* parts;        // [rows, heads, most_splits, dim + 2]
     PoolArgs rows, keys;
     uint32_t heads, dim, q_rank, ring;
@@ -36,7 +39,7 @@ struct LatentArgs {
     uint32_t row_format, key_format, row_bytes, top;  // top: 0 where every visible row is read
     uint32_t n_rows, most_splits, mutant;
     float eps, scale;
-    uint32_t pad;
+    uint32_t apart;  // whether blocks leave their splits in `parts` for latent_merge
 
     __device__ uint32_t first_visible(uint32_t pos) const { return pos + 1 > window_len ? pos + 1 - window_len : 0; }
     __device__ uint8_t* in_window(uint32_t slot, uint32_t p) const {
@@ -45,7 +48,14 @@ struct LatentArgs {
     // Whether rows of a run this long may enter the ring before the step's attention has read it.
     __device__ bool short_run(const RowInfo& info) const { return info.back + info.ahead + 1 <= ring - window_len + 1; }
 };
-static_assert(sizeof(LatentArgs) == 288);
+static_assert(sizeof(LatentArgs) == 312);
+
+// What is known of a row, past the first cache.
+__device__ __forceinline__ RowInfo info_early(const StepView& view, uint32_t r) {
+    const uint4* at = reinterpret_cast<const uint4*>(view.infos + r);
+    const uint4 x = __ldcg(at), y = __ldcg(at + 1);
+    return RowInfo{x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
+}
 
 // The sum of the squares of up to 512 values by one warp, in the order of math.rs.
 template <uint32_t J>
@@ -103,6 +113,14 @@ __device__ __forceinline__ void load_row(float (&x)[J], const float* from, uint3
     const uint32_t lane = threadIdx.x & 31;
 #pragma unroll
     for (uint32_t j = 0; j < J; ++j) x[j] = lane + 32 * j < dim ? from[lane + 32 * j] : 0.0f;
+}
+
+// The same past the first cache: of what may be read before the kernel that wrote it is waited for.
+template <uint32_t J>
+__device__ __forceinline__ void load_row_early(float (&x)[J], const float* from, uint32_t dim) {
+    const uint32_t lane = threadIdx.x & 31;
+#pragma unroll
+    for (uint32_t j = 0; j < J; ++j) x[j] = lane + 32 * j < dim ? __ldcg(from + lane + 32 * j) : 0.0f;
 }
 
 template <uint32_t J>

@@ -410,6 +410,8 @@ pub(crate) struct Workspace {
     next: Option<(u64, u64)>,
     /// The address of the last gated units of few rows' experts, and where they are as int8, by row and place.
     units: Option<(u64, Codes)>,
+    /// Whether products over few rows let their successor start only after their own wait.
+    late: bool,
     /// A product that is normed before it joins the residual, `[rows, hidden]`.
     product: Option<CudaBuf<f32>>,
 }
@@ -470,6 +472,7 @@ impl Workspace {
             ready: None,
             next: None,
             units: None,
+            late: false,
             product: Some(dev.take("activations", class, product)?),
         })
     }
@@ -492,6 +495,15 @@ impl Workspace {
         let wanted = wanted && rows <= FEW_ROWS && cols.is_multiple_of(32);
         self.ready = wanted.then_some(Ready { x, cols, rows, which });
         if wanted { self.codes(which) } else { Codes::default() }
+    }
+
+    /// As [`leave`](Self::leave), of rows that products read in `parts` pieces of `cols` values.
+    pub(crate) fn leave_parts(&mut self, x: u64, cols: usize, rows: usize, parts: usize, wanted: bool) -> Codes {
+        let codes = self.leave(x, cols, rows, wanted, None);
+        if let Some(ready) = &mut self.ready {
+            ready.rows *= parts;
+        }
+        codes
     }
 
     /// Tells the next product over few rows that one with `w` comes right behind it: its weights are sent for early.
@@ -517,6 +529,15 @@ struct Given {
 }
 
 impl Cuda {
+    /// Runs `launch`, whose last product, over few rows, lets its successor start after its own wait only: what begins then,
+    /// begins after the end of everything before that product.
+    pub(crate) fn late(&mut self, launch: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+        self.matmul.late = true;
+        let done = launch(self);
+        self.matmul.late = false;
+        done
+    }
+
     /// Makes inputs `0 .. rows` of `from`, of the kinds that `reads` names.
     pub(crate) fn prepare(&mut self, reads: Reads, from: Source, rows: usize) -> Result<()> {
         if rows == 0 {
@@ -754,7 +775,7 @@ impl Cuda {
             partials_at: 0,
             ring_at: 0,
             warps: 0,
-            late: 0,
+            late: u32::from(self.matmul.late),
         }
     }
 
