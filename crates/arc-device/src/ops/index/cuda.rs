@@ -42,7 +42,7 @@ impl Cuda {
                 (2 * processors).div_ceil(here).min(if straight { processors } else { 8 * processors }).min(tasks);
             self.launch(
                 kernel!("index_score"),
-                Grid::xy(blocks as u32, here as u32, 256),
+                Grid::xy(blocks as u32, here as u32, 256).shared((4 * cfg.heads * cfg.dim) as u32),
                 &[
                     Arg::of(&args),
                     scores.into(),

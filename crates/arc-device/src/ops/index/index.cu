@@ -114,7 +114,7 @@ __device__ float score_in_order(const float* q, const float* weights, const uint
 
 }  // namespace
 
-// Grid: (blocks of a row, rows of this launch). `scores`: [rows of this launch, most]; `first`: the first of these rows.
+// Grid: (blocks of a row, rows of this launch). Dynamic shared memory: a row's queries. `scores`: [rows of this launch, most]; `first`: the first of these rows.
 // `factor`: what the projected weights are multiplied by. `straight`: whether int8 mma may be used.
 extern "C" __global__ void __launch_bounds__(256)
     index_score(LatentArgs a, uint32_t* scores, uint32_t most, uint32_t first, float factor, uint32_t straight,
@@ -123,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(256)
     __shared__ float weights[kIndexDim];
     __shared__ uint32_t bytes_of[kHeads];
     __shared__ uint32_t span, least, highest, exact;
+    extern __shared__ __align__(16) float q[];  // [heads][dim]
     pdl_launch();
     const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
     if (thread == 0) span = 0, least = 255, highest = 0, exact = 1;
@@ -130,25 +131,29 @@ extern "C" __global__ void __launch_bounds__(256)
     // Queries, their weights, keys and what is known of the row are there already (latent.cu, "What runs ahead").
     const uint32_t r = first + blockIdx.y;
     const uint32_t heads = a.index_heads, dim = a.index_dim;
-    const float* q = a.index_q + (size_t)r * heads * dim;
     // On their way before anything is known of the row.
-    float values[kHeads / kWarps][4];
-    if (straight) {
-#pragma unroll
-        for (uint32_t i = 0; i < kHeads / kWarps; ++i) load_row_early(values[i], q + (warp + i * kWarps) * kDim, kDim);
+    for (uint32_t i = 4 * thread; i < heads * dim; i += 4 * kThreads) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(q + i)),
+                     "l"(a.index_q + (size_t)r * heads * dim + i)
+                     : "memory");
     }
     const RowInfo info = info_early(view, r);
     const uint32_t visible = info.live ? a.keys.visible(info.pos) : 0;
-    if (visible <= a.top || visible > most) {
+    // Few keys are a few blocks' work: the others leave room for the next kernels. Block 0 ends after the kernel before.
+    const bool idle = straight && blockIdx.x * kWarps * 8 >= visible;
+    if (visible <= a.top || visible > most || idle) {
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        if (blockIdx.x != 0) return;
         pdl_wait();
         // The step's context class was too small.
-        if (visible > a.top && thread == 0) report_fault(view, 0x69780001);
+        if (visible > most && thread == 0) report_fault(view, 0x69780001);
         return;
     }
     scores += (size_t)blockIdx.y * most;
     const uint32_t* blocks = view.blocks + (size_t)info.slot * view.max_blocks;
     const float* projected = a.pool + (size_t)r * a.pool_dim + a.pool_dim - heads;
     for (uint32_t h = thread; h < heads; h += kThreads) weights[h] = __fmul_rn(__ldcg(projected + h), factor);
+    asm volatile("cp.async.wait_all;" ::: "memory");
     if (!straight) {
         __syncthreads();
         pdl_wait();
@@ -170,11 +175,13 @@ extern "C" __global__ void __launch_bounds__(256)
         for (uint32_t b = 0; b < kBlocks; ++b) raw[b] = __ldcg(key + 4 * b + (lane & 3));
         key_bytes = __ldcg(key + kDim / 8);
     };
-    bring(blockIdx.x + gridDim.x * warp);
-#pragma unroll
-    for (uint32_t i = 0; i < kHeads / kWarps; ++i) {
-        const uint32_t h = warp + i * kWarps;
-        const float(&x)[4] = values[i];
+    bring(blockIdx.x * kWarps + warp);
+    __syncthreads();
+    // Hardly unrolled: code that runs once takes its time to come.
+#pragma unroll 2
+    for (uint32_t h = warp; h < kHeads; h += kWarps) {
+        float x[4];
+        load_row(x, q + h * kDim, kDim);
         uint32_t bytes = 0, zeros = 0;
         bool fits = true;
 #pragma unroll
@@ -220,8 +227,7 @@ extern "C" __global__ void __launch_bounds__(256)
             for (uint32_t b = 0; b < kBlocks; ++b) head_scale[m][half][b] = half_scale(bytes_of[h], b);
         }
     }
-    // Few keys are spread over the blocks before a block takes a second tile.
-    for (uint32_t tile = blockIdx.x + gridDim.x * warp; tile < tiles; tile += gridDim.x * kWarps) {
+    for (uint32_t tile = blockIdx.x * kWarps + warp; tile < tiles; tile += gridDim.x * kWarps) {
         uint32_t zeros = 0;
 #pragma unroll
         for (uint32_t b = 0; b < kBlocks; ++b) {

@@ -7,9 +7,9 @@ use crate::cuda::{Arg, Cuda, CudaBuf, Grid, kernel};
 use crate::error::{DeviceError, Result};
 use crate::ops::compress::Compressor;
 use crate::ops::latent::{LatentConfig, MAX_DIM, ROPE_DIM, RowFormat};
-use crate::ops::matmul::cuda::{Codes, CudaMatrix, Out, Reads, Source, Then};
+use crate::ops::matmul::cuda::{Codes, CudaMatrix, Out, Reads, Source, Then, makes_inputs};
 use crate::ops::quant::{INDEX_DIM, Inputs};
-use crate::ops_v4::{CompressorWeights, LatentLayer, LatentState, LatentWeights, LatentWork, PoolState};
+use crate::ops_v4::{CompressorWeights, IndexWeights, LatentLayer, LatentState, LatentWeights, LatentWork, PoolState};
 use crate::{MemoryClass, ModelShape, Norm};
 
 /// Rows of a split: the kernel's `kRows`.
@@ -122,7 +122,7 @@ fn format_code(format: RowFormat) -> u32 {
     }
 }
 
-/// One compressor; `weights` are read by `latent_q_kv` only.
+/// One compressor; `weights` are read by `latent_rows` only.
 fn pool_args(
     shape: Compressor,
     state: &PoolState<Cuda>,
@@ -285,8 +285,8 @@ impl Cuda {
         let index = w.pool.as_ref().and_then(|pool| pool.index.as_ref()).filter(|_| select && layer.index.is_some());
         // The last product is that of the queries: `latent_rows` runs beside it.
         let q = stored(&ws.q, &w.q_b);
-        if let Some(index) = index.filter(|index| rounding(layer.inputs, &index.q_b) == rounding(layer.inputs, &w.q_b))
-        {
+        let alike = |index: &&IndexWeights<Cuda>| rounding(layer.inputs, &index.q_b) == rounding(layer.inputs, &w.q_b);
+        if let Some(index) = index.filter(|index| alike(index) && !makes_inputs(rows)) {
             self.prepare_both(&w.q_b, &index.q_b, source.rounded(rounding(layer.inputs, &w.q_b)), rows)?;
             self.product(&index.q_b, stored(&ws.index_q, &index.q_b), rows)?;
             self.late(|dev| dev.product(&w.q_b, q, rows))?;
@@ -417,7 +417,8 @@ fn blocks(tasks: usize, most_splits: usize, processors: usize) -> Blocks {
     let cluster = most_splits.next_power_of_two();
     match (processors / tasks).min(most_splits) {
         _ if cluster <= 8 && tasks * cluster <= processors => Blocks::Cluster(cluster),
-        0..=1 => Blocks::Cluster(1),
+        // So few would gain less than it costs to merge.
+        0..=2 => Blocks::Cluster(1),
         n => Blocks::Apart(n),
     }
 }

@@ -203,6 +203,11 @@ impl CudaMatrix {
     }
 }
 
+/// Whether a product over so few rows makes its inputs by itself ([`Cuda::product_of`]).
+pub(crate) fn makes_inputs(rows: usize) -> bool {
+    rows <= MAKES_ROWS
+}
+
 fn unsupported(what: String) -> DeviceError {
     DeviceError::Unsupported { device: "cuda", what }
 }
@@ -587,7 +592,7 @@ impl Cuda {
             return Ok(given);
         }
         let from = from.for_matrix(w);
-        if rows <= MAKES_ROWS && (from.norm.is_none() || w.cols <= MAKES_COLS) {
+        if makes_inputs(rows) && (from.norm.is_none() || w.cols <= MAKES_COLS) {
             return Ok(Given { making: Some(from), ..self.prepared() });
         }
         self.prepare(w.reads(), from, rows)?;
