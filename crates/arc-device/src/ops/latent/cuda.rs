@@ -262,7 +262,6 @@ impl Cuda {
         rows: usize,
     ) -> Result<()> {
         let source = Source::of(h, w.low.cols);
-        self.matmul.comes_next(&w.q_b);
         let low = (&w.low, source.rounded(layer.inputs), stored(&ws.low, &w.low));
         let Some(pool) = &w.pool else { return self.product_of(low.0, low.1, low.2, rows) };
         // Compressors and index weights read what is not rounded.
@@ -373,7 +372,6 @@ impl Cuda {
         let source = Source { x: turned, ..Source::of(&ws.out, cols) }.rounded(out_a_inputs(layer));
         let out = Out { at: ws.grouped.ptr(), stride: att.groups * att.group_out, then: Then::Store };
         let leave = rounding(layer.inputs, &w.out_b) == Inputs::F32 && !w.out_b.reads().floats;
-        self.matmul.comes_next(&w.out_b);
         self.product_parts(&w.out_a, source, out, rows, leave)
     }
 }

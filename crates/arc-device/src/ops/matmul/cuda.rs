@@ -411,8 +411,6 @@ pub(crate) struct Workspace {
     inputs: Option<[InputBuffers; 2]>,
     /// Inputs that the kernel which left the rows has made of them too.
     ready: Option<Ready>,
-    /// What the product behind the next one reads: address and bytes.
-    next: Option<(u64, u64)>,
     /// The address of the last gated units of few rows' experts, and where they are as int8, by row and place.
     units: Option<(u64, Codes)>,
     /// Whether products over few rows let their successor start only after their own wait.
@@ -475,7 +473,6 @@ impl Workspace {
             max_cols,
             inputs: Some(inputs),
             ready: None,
-            next: None,
             units: None,
             late: false,
             product: Some(dev.take("activations", class, product)?),
@@ -509,11 +506,6 @@ impl Workspace {
             ready.rows *= parts;
         }
         codes
-    }
-
-    /// Tells the next product over few rows that one with `w` comes right behind it: its weights are sent for early.
-    pub(crate) fn comes_next(&mut self, w: &CudaMatrix) {
-        self.next = Some((w.data.ptr(), w.bytes() as u64));
     }
 
     /// Which buffers have the int8 inputs that `from` says.
@@ -628,7 +620,6 @@ impl Cuda {
         };
         let mut one = self.product_args(a.0, &a.0.parts, given_a, a.2, rows);
         let mut two = self.product_args(b.0, &b.0.parts, given_b, b.2, rows);
-        (one.next, one.next_bytes) = self.matmul.next.take().unwrap_or_default();
         // So many blocks each that the one with the most bytes has as few as can be.
         let processors = self.multiprocessors();
         let load = |product: &Product, format, blocks: u32| {
@@ -765,8 +756,6 @@ impl Cuda {
             scatter: 0,
             experts: 0,
             infos: if let Then::Routed { .. } = out.then { self.view().infos() } else { 0 },
-            next: 0,
-            next_bytes: 0,
             out_q: 0,
             out_d: 0,
             out_sums: 0,
@@ -800,7 +789,6 @@ impl Cuda {
         let mut product = self.product_args(w, parts, given, out, rows);
         set(&mut product);
         let format = parts[0].format;
-        (product.next, product.next_bytes) = self.matmul.next.take().unwrap_or_default();
         if rows > FEW_ROWS || product.bounds != 0 {
             return self.launch_many(format, &product);
         }

@@ -179,7 +179,6 @@ struct Gemv {
             next(asked);
         };
         for (uint32_t i = 0; i < p.stages; ++i) ask();
-        if (p.next_bytes != 0 && threadIdx.x == blockDim.x - 1) prefetch_share(p.next, p.next_bytes, block, blocks);
         make_table<F>(smem + p.table_at);
         if (NR <= 2 && source.x != 0) ask_norm();
         pdl_wait();

@@ -136,7 +136,6 @@ struct Product {
     uint64_t order, bounds;
     uint32_t chosen, gather, scatter, experts;
     uint64_t infos;  // RowInfo, for kThenRouted
-    uint64_t next, next_bytes;  // what the product behind this one reads, to be on its way to L2 meanwhile; or null
     uint64_t out_q, out_d, out_sums;  // of few rows: outputs as int8 inputs of the next product, or null
     // Where the parts of a block's shared memory begin: table of patterns, activations (int8, scales, sums, floats),
     // squares of a norm and its weights, partial sums, tiles. Barriers stand at 0.
@@ -144,7 +143,7 @@ struct Product {
     uint32_t warps;  // that take tiles
     uint32_t late;   // the next kernel may begin only when the one before this one has ended
 };
-static_assert(sizeof(Product) == 440);
+static_assert(sizeof(Product) == 424);
 
 // How inputs are made of rows of f32.
 enum Rounding : uint32_t { kRoundNot, kRoundFp8, kRoundInt8 };

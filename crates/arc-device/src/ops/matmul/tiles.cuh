@@ -39,15 +39,6 @@ __device__ __forceinline__ void bulk_load(void* to, const uint8_t* from, uint32_
     bulk_copy(to, from, bytes, bar);
 }
 
-// One thread: a block's share of so many bytes, to L2.
-__device__ __forceinline__ void prefetch_share(uint64_t from, uint64_t bytes, uint32_t block, uint32_t blocks) {
-    constexpr uint64_t kPiece = 16384;
-    for (uint64_t at = block * kPiece; at < bytes; at += blocks * kPiece) {
-        const uint32_t n = (uint32_t)min(kPiece, bytes - at);
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + at), "r"(n & ~15u) : "memory");
-    }
-}
-
 __device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t parity) {
     asm volatile(
         "{\n"

@@ -120,8 +120,6 @@ pub(crate) struct Product {
     pub scatter: u32,
     pub experts: u32,
     pub infos: u64,
-    pub next: u64,
-    pub next_bytes: u64,
     pub out_q: u64,
     pub out_d: u64,
     pub out_sums: u64,
@@ -137,7 +135,7 @@ pub(crate) struct Product {
     pub warps: u32,
     pub late: u32,
 }
-const _: () = assert!(size_of::<Product>() == 440);
+const _: () = assert!(size_of::<Product>() == 424);
 
 /// `Prepare` of quantise.cuh.
 #[repr(C)]
