@@ -60,12 +60,18 @@ done
 
 # 284 B parameters in 84 GB, made on the GPU.
 if [ "$(nvidia-smi --query-gpu=memory.free --format=csv,noheader,nounits | head -1)" -gt 100000 ]; then
-    flash="synthetic:deepseek-v4-flash --context 4096 --speculate off"
-    # shellcheck disable=SC2086
-    bench flash-b1 $flash --max-rows 4 --pp 32 --tg 256 --reps 3
-    # shellcheck disable=SC2086
-    bench flash-b8 $flash --max-rows 8 --batch 8 --pp 32 --tg 64 --reps 3
-    # shellcheck disable=SC2086
-    bench flash-prefill $flash --max-rows 512 --pp 1024 --tg 0 --reps 3
+    flash() {
+        local name=$1
+        shift
+        bench "flash-$name" synthetic:deepseek-v4-flash --speculate off "$@"
+    }
+    flash b1 --context 4096 --max-rows 4 --pp 32 --tg 256 --reps 3
+    for batch in 2 4 8 64 256; do
+        flash b$batch --context 4096 --max-rows $batch --batch $batch --pp 8 --tg 32 --reps 2
+    done
+    flash prefill --context 8192 --pp 4096 --tg 0 --reps 3
+    for depth in 1000 4000 32000 128000 512000; do
+        flash depth-$depth --context $((depth + 500)) --max-rows 4 --pp 0 --tg 64 --reps 2 --depth $depth
+    done
 fi
 exit $fail
