@@ -841,6 +841,8 @@ impl Cuda {
         units: &Units<'_>,
         to: &Assigned,
     ) -> Result<bool> {
+        // Units of former rows are nobody's.
+        self.matmul.units = None;
         let Some(mut experts) = self.experts(w, to, 2)? else { return Ok(false) };
         let format = w.parts[0].format;
         let Some(shape) = experts.cut_up(format, self.multiprocessors()) else { return Ok(false) };
