@@ -171,3 +171,22 @@ fn table(text: &mut String, name: &str, replays: usize, launches: &[Launched], s
     }
     let _ = writeln!(text);
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{Grid, Kernel, Launched, table};
+
+    #[test]
+    fn launches_of_a_kind_are_one_line() {
+        let launched =
+            |blocks, weight_bytes| Launched { kernel: Kernel(0), grid: Grid::new(blocks, 256), weight_bytes };
+        let launches = [launched(8, 3000), launched(1, 0), launched(8, 3000)];
+        let mut text = String::new();
+        // Nanoseconds of two replays.
+        table(&mut text, "rows=1", 2, &launches, &[2000, 1000, 6000]);
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(lines[0].starts_with("rows=1: 3 launches, 4.5 us, mean of 2 replays"), "{text}");
+        assert!(lines[2].contains("2.00") && lines[2].contains("4.0") && lines[2].ends_with("8x1x256"), "{text}");
+        assert!(lines[3].ends_with("1x1x256") && lines.len() == 5, "{text}");
+    }
+}
