@@ -386,10 +386,10 @@ __device__ __forceinline__ void multiply(const uint8_t* weights, const uint8_t* 
         }
     };
     if constexpr (Coded<F>::kUnits == 1) {
-#pragma unroll(NT == 4 ? 1 : 2)
+#pragma unroll(NT >= 3 ? 1 : 2)
         for (int b = 0; b < 8; ++b) block(b);
     } else {
-#pragma unroll(NT == 4 ? 1 : 2)
+#pragma unroll(NT >= 3 ? 1 : 2)
         for (int b = 0; b < blocks; ++b) block(b);
     }
 }
