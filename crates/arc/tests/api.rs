@@ -51,6 +51,7 @@ impl Backend for Script {
                 logprobs: request.logprobs,
                 prompt_logprobs: request.prompt_logprobs,
                 grammar: None,
+                depth: request.depth,
             },
             &self.limits,
         )?;
