@@ -6,20 +6,21 @@
 //! What happens to an output on its way to memory is [`Then`].
 
 mod experts;
+mod inputs;
+mod matrix;
 mod plan;
-
-use std::ops::Range;
 
 use crate::cuda::{Arg, Cuda, CudaBuf, Grid, Kernel, args, kernel};
 use crate::error::{DeviceError, Result};
 use crate::format::{Coding, Format};
 use crate::ops::glu::Activation;
-use crate::ops::matmul::{Bytes, MatrixSource};
-use crate::ops::quant::Inputs;
-use crate::ops::synthetic;
 use crate::{MemoryClass, ModelShape, Norm};
-use experts::Experts;
-use plan::{Block, Cut, Embed, MAKES_ROWS, MAX_SEGS, Prepare, Product, Seg};
+pub(crate) use experts::Units;
+pub(crate) use inputs::{Codes, Reads, Source, makes_inputs};
+use inputs::{Given, InputBuffers, Ready};
+pub use matrix::CudaMatrix;
+use matrix::Part;
+use plan::{Block, Embed, MAX_SEGS, Prepare, Product};
 
 /// Kernels over few rows, by format in the order of the enum and by rows (1, 2, 4, 8).
 #[rustfmt::skip]
@@ -40,27 +41,6 @@ const GEMV: [[Kernel; 4]; 16] = [
     [kernel!("arc_matmul_gemv_iq2_xxs_1"), kernel!("arc_matmul_gemv_iq2_xxs_2"), kernel!("arc_matmul_gemv_iq2_xxs_4"), kernel!("arc_matmul_gemv_iq2_xxs_8")],
     [kernel!("arc_matmul_gemv_mxfp4_1"), kernel!("arc_matmul_gemv_mxfp4_2"), kernel!("arc_matmul_gemv_mxfp4_4"), kernel!("arc_matmul_gemv_mxfp4_8")],
     [kernel!("arc_matmul_gemv_fp8_1"), kernel!("arc_matmul_gemv_fp8_2"), kernel!("arc_matmul_gemv_fp8_4"), kernel!("arc_matmul_gemv_fp8_8")],
-];
-
-/// Kernels of routed experts over few rows, by format: gated units, and sums.
-#[rustfmt::skip]
-const EXPERTS: [Option<[Kernel; 2]>; 16] = [
-    None,
-    None,
-    None,
-    Some([kernel!("arc_matmul_experts_up_q8_0"), kernel!("arc_matmul_experts_down_q8_0")]),
-    Some([kernel!("arc_matmul_experts_up_q4_0"), kernel!("arc_matmul_experts_down_q4_0")]),
-    Some([kernel!("arc_matmul_experts_up_q4_1"), kernel!("arc_matmul_experts_down_q4_1")]),
-    Some([kernel!("arc_matmul_experts_up_q5_0"), kernel!("arc_matmul_experts_down_q5_0")]),
-    Some([kernel!("arc_matmul_experts_up_q5_1"), kernel!("arc_matmul_experts_down_q5_1")]),
-    Some([kernel!("arc_matmul_experts_up_q2_k"), kernel!("arc_matmul_experts_down_q2_k")]),
-    Some([kernel!("arc_matmul_experts_up_q3_k"), kernel!("arc_matmul_experts_down_q3_k")]),
-    Some([kernel!("arc_matmul_experts_up_q4_k"), kernel!("arc_matmul_experts_down_q4_k")]),
-    Some([kernel!("arc_matmul_experts_up_q5_k"), kernel!("arc_matmul_experts_down_q5_k")]),
-    Some([kernel!("arc_matmul_experts_up_q6_k"), kernel!("arc_matmul_experts_down_q6_k")]),
-    Some([kernel!("arc_matmul_experts_up_iq2_xxs"), kernel!("arc_matmul_experts_down_iq2_xxs")]),
-    Some([kernel!("arc_matmul_experts_up_mxfp4"), kernel!("arc_matmul_experts_down_mxfp4")]),
-    None,
 ];
 
 /// Kernels over many rows of integer-coded weights, by format.
@@ -106,222 +86,8 @@ const FMA: [(Format, [Kernel; 2]); 4] = [
 /// Rows up to which weights meet whole rows; of more, a block takes weights and rows a slice at a time.
 pub(crate) const FEW_ROWS: usize = 8;
 
-/// Bytes of a piece of a matrix on its way to the device.
-const PIECE: usize = 32 << 20;
-/// Parts begin at multiples of this.
-const PART_ALIGN: usize = 256;
-/// Widest row that a product's kernel norms by itself: it stands in shared memory.
-const MAKES_COLS: usize = 16_384;
-/// Widest row that can be normed: `kMaxCols` of quantise.cuh.
-const MAX_COLS: usize = 65_536;
-
-/// A weight in device memory, in tiles (`layout.cuh`).
-#[derive(Debug)]
-pub struct CudaMatrix {
-    data: CudaBuf<u8>,
-    parts: Vec<Part>,
-    /// Output rows of all parts.
-    pub(crate) rows: usize,
-    /// Input columns.
-    pub(crate) cols: usize,
-    cut: Cut,
-}
-
-/// Rows of one format.
-#[derive(Debug, Clone, Copy)]
-struct Part {
-    format: Format,
-    rows: usize,
-    first_row: usize,
-    at: u64,
-}
-
-impl CudaMatrix {
-    /// Uploads and repacks checked parts.
-    pub(crate) fn load(dev: &mut Cuda, name: &str, sources: &[MatrixSource<'_>]) -> Result<CudaMatrix> {
-        let cols = sources.first().map_or(0, |source| source.cols);
-        if cols == 0 || cols > MAX_COLS {
-            return Err(unsupported(format!("matrix {name} of {cols} columns")));
-        }
-        let cut = Cut::of(cols);
-        let bytes_of = |source: &MatrixSource<'_>| cut.groups(source.rows) * cut.group_bytes(source.format);
-        let total = sources.iter().map(|source| bytes_of(source).next_multiple_of(PART_ALIGN)).sum();
-        let data = dev.take::<u8>("matrices", MemoryClass::Weights, total)?;
-        let (mut at, mut first_row, mut parts) = (data.ptr(), 0, Vec::with_capacity(sources.len()));
-        for source in sources {
-            parts.push(Part { format: source.format, rows: source.rows, first_row, at });
-            pack(dev, source, &cut, at)?;
-            first_row += source.rows;
-            at += bytes_of(source).next_multiple_of(PART_ALIGN) as u64;
-        }
-        dev.matmul.max_cols = dev.matmul.max_cols.max(cols);
-        Ok(CudaMatrix { data, parts, rows: first_row, cols, cut })
-    }
-
-    /// Bytes of the packed weights.
-    pub(crate) fn bytes(&self) -> usize {
-        self.data.len()
-    }
-
-    /// Whether every part is FP8.
-    pub(crate) fn is_fp8(&self) -> bool {
-        self.parts.iter().all(|part| part.format == Format::Fp8)
-    }
-
-    /// What products with this matrix read.
-    pub(crate) fn reads(&self) -> Reads {
-        let float = |part: &Part| part.format.coding() == Coding::Float;
-        Reads { codes: !self.parts.iter().all(float), floats: self.parts.iter().any(float) }
-    }
-
-    /// Segments of parts, counted from the first of them.
-    fn segs(&self, parts: &[Part]) -> ([Seg; MAX_SEGS], u32) {
-        assert!(parts.len() <= MAX_SEGS, "{} parts in one launch", parts.len());
-        let (mut segs, mut end) = ([Seg::default(); MAX_SEGS], 0);
-        for (seg, part) in segs.iter_mut().zip(parts) {
-            end += self.cut.groups(part.rows) as u32;
-            *seg = Seg {
-                base: part.at,
-                groups_end: end,
-                rows: part.rows as u32,
-                first_row: part.first_row as u32,
-                format: part.format as u32,
-            };
-        }
-        (segs, end)
-    }
-
-    /// Bytes from one part, or pair of parts, to the next, all alike. Errors: `Unsupported` where they are not.
-    fn stride(&self, per: usize) -> Result<u64> {
-        let alike = self.parts.chunks(per).all(|parts| {
-            parts.len() == per && parts.iter().zip(&self.parts).all(|(a, b)| (a.format, a.rows) == (b.format, b.rows))
-        });
-        if !alike {
-            return Err(unsupported("parts of different formats or rows, by part".to_owned()));
-        }
-        Ok(self.parts.get(per).map_or(0, |next| next.at - self.parts[0].at))
-    }
-}
-
-/// Whether a product over so few rows makes its inputs by itself ([`Cuda::product_of`]).
-pub(crate) fn makes_inputs(rows: usize) -> bool {
-    rows <= MAKES_ROWS
-}
-
 fn unsupported(what: String) -> DeviceError {
     DeviceError::Unsupported { device: "cuda", what }
-}
-
-/// Uploads the rows of one part in pieces and packs each into its groups.
-fn pack(dev: &mut Cuda, source: &MatrixSource<'_>, cut: &Cut, at: u64) -> Result<()> {
-    if source.rows == 0 {
-        return Ok(());
-    }
-    let total = source.n_bytes().expect("the source was checked");
-    let row_bytes = total / source.rows;
-    let groups_at_once = (PIECE / (row_bytes * cut.group_rows())).max(1);
-    let piece = groups_at_once * cut.group_rows() * row_bytes;
-    let (format, group_rows, group_bytes) = (source.format, cut.group_rows(), cut.group_bytes(source.format));
-    let cut = *cut;
-    let mut repack = |dev: &mut Cuda, from: u64, Range { start, end }: Range<usize>| {
-        let rows = (end - start) / row_bytes;
-        let to = at + (start / row_bytes / group_rows * group_bytes) as u64;
-        let tiles = cut.groups(rows) * cut.tiles();
-        let grid = Grid::new(tiles.div_ceil(8) as u32, 256);
-        let args = args![to, from, format as u32, rows as u32, cut.cols, cut.slices, cut.log_c];
-        dev.launch(kernel!("arc_matmul_repack"), grid, args)
-    };
-    match source.bytes {
-        Bytes::Stored(bytes) => dev.send_pieces(bytes, piece, &mut repack),
-        Bytes::Synthetic(rows) => {
-            let from = dev.piece_room(piece)?;
-            (0..total).step_by(piece).try_for_each(|start| {
-                let range = start..total.min(start + piece);
-                let (first, n) = (start / row_bytes, range.len() / row_bytes);
-                synthetic::cuda::fill(dev, from, rows.skip(first), format, source.cols, n)?;
-                repack(dev, from, range)
-            })
-        }
-        Bytes::Absent => panic!("a device that looks at values was given none"),
-    }
-}
-
-/// What a product reads of its inputs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Reads {
-    /// int8 with scales and sums.
-    pub codes: bool,
-    /// f32.
-    pub floats: bool,
-}
-
-/// Rows of f32 from which inputs are made.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Source {
-    /// Address of the first row.
-    pub x: u64,
-    /// Values from one row to the next.
-    pub stride: usize,
-    /// Values of a row.
-    pub cols: usize,
-    /// Address of the norm's weights, and what is added to the mean square.
-    pub norm: Option<(u64, f32)>,
-    /// How values are rounded, behind the norm.
-    pub inputs: Inputs,
-    /// Address of a table of u32: input `r` is made of row `map[r]`.
-    pub map: Option<u64>,
-    /// Address of a u32: inputs from there on are not made.
-    pub count: Option<u64>,
-}
-
-impl Source {
-    /// Rows side by side.
-    pub fn of(x: &CudaBuf<f32>, cols: usize) -> Source {
-        Source { x: x.ptr(), stride: cols, cols, norm: None, inputs: Inputs::F32, map: None, count: None }
-    }
-
-    /// Behind a norm.
-    pub fn normed(self, norm: Norm<'_, Cuda>) -> Source {
-        Source { norm: Some((norm.weight.ptr(), norm.eps)), ..self }
-    }
-
-    /// Rounded.
-    pub fn rounded(self, inputs: Inputs) -> Source {
-        Source { inputs, ..self }
-    }
-
-    /// As the CPU rounds for this matrix: int8 is for FP8 weights, integer-coded ones round by themselves.
-    fn for_matrix(self, w: &CudaMatrix) -> Source {
-        assert_eq!(self.cols, w.cols, "values of a row and columns of its matrix");
-        match self.inputs {
-            Inputs::Int8 if !w.is_fp8() => self.rounded(Inputs::F32),
-            _ => self,
-        }
-    }
-
-    /// Whether inputs are the rows themselves.
-    fn as_it_is(&self) -> bool {
-        self.norm.is_none() && self.map.is_none() && self.inputs == Inputs::F32 && self.stride == self.cols
-    }
-
-    fn prepare(&self) -> Prepare {
-        let (weight, eps) = self.norm.unwrap_or((0, 0.0));
-        Prepare {
-            x: self.x,
-            weight,
-            map: self.map.unwrap_or(0),
-            count: self.count.unwrap_or(0),
-            stride: self.stride as u32,
-            cols: self.cols as u32,
-            eps,
-            rounding: match self.inputs {
-                Inputs::F32 => 0,
-                Inputs::Fp8 => 1,
-                Inputs::Int8 => 2,
-            },
-            ..Prepare::default()
-        }
-    }
 }
 
 /// What becomes of the value `v` of output `n`.
@@ -386,19 +152,6 @@ pub(crate) struct Assigned {
     pub by_place: bool,
 }
 
-/// Gated units of experts, and who reads them.
-pub(crate) struct Units<'a> {
-    /// The clamp.
-    pub limit: f32,
-    /// Address of `[assignments, units]` f32, in the order of assignments.
-    pub mid: u64,
-    /// Address of room for `[rows * chosen, units]` f32, by row and place.
-    pub by_assignment: u64,
-    /// The matrix that reads them, and how they are rounded for it.
-    pub down: &'a CudaMatrix,
-    pub next: Source,
-}
-
 /// Memory that products need beside their operands.
 #[derive(Default)]
 pub(crate) struct Workspace {
@@ -417,36 +170,6 @@ pub(crate) struct Workspace {
     late: bool,
     /// A product that is normed before it joins the residual, `[rows, hidden]`.
     product: Option<CudaBuf<f32>>,
-}
-
-/// Rows of f32 that are there as int8 too, in one of the two [`InputBuffers`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Ready {
-    x: u64,
-    cols: usize,
-    rows: usize,
-    which: usize,
-}
-
-/// Where int8 inputs stand: values, scales, sums of the halves of blocks. Null where nobody wants them.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Codes {
-    pub q: u64,
-    pub d: u64,
-    pub sums: u64,
-}
-
-/// Inputs of products: of the largest step and the widest row, and of few rows, so that a kernel can make the inputs of
-/// the next product while it reads its own.
-struct InputBuffers {
-    /// `[rows, cols]`.
-    q: CudaBuf<i8>,
-    /// `[rows, cols / 32]`.
-    d: CudaBuf<f32>,
-    /// `[rows, cols / 32]`: sums of the halves of a block, two i16.
-    sums: CudaBuf<u32>,
-    /// `[rows, cols]`.
-    floats: CudaBuf<f32>,
 }
 
 impl Workspace {
@@ -478,51 +201,6 @@ impl Workspace {
             product: Some(dev.take("activations", class, product)?),
         })
     }
-
-    fn inputs(&self, which: usize) -> &InputBuffers {
-        &self.inputs.as_ref().expect("`finish` made it")[which]
-    }
-
-    fn codes(&self, which: usize) -> Codes {
-        let InputBuffers { q, d, sums, .. } = self.inputs(which);
-        Codes { q: q.ptr(), d: d.ptr(), sums: sums.ptr() }
-    }
-
-    /// Where a kernel that writes rows of f32 at `x` leaves them as int8 too, for products that follow. `wanted`: whether
-    /// it does; every kernel that writes rows which products read unrounded has to say so, since what is known of `x`
-    /// would be of the rows before.
-    /// `read`: the buffers that it reads itself.
-    pub(crate) fn leave(&mut self, x: u64, cols: usize, rows: usize, wanted: bool, read: Option<usize>) -> Codes {
-        let which = read.map_or(0, |read| 1 - read);
-        let wanted = wanted && rows <= FEW_ROWS && cols.is_multiple_of(32);
-        self.ready = wanted.then_some(Ready { x, cols, rows, which });
-        if wanted { self.codes(which) } else { Codes::default() }
-    }
-
-    /// As [`leave`](Self::leave), of rows that products read in `parts` pieces of `cols` values.
-    pub(crate) fn leave_parts(&mut self, x: u64, cols: usize, rows: usize, parts: usize, wanted: bool) -> Codes {
-        let codes = self.leave(x, cols, rows, wanted, None);
-        if let Some(ready) = &mut self.ready {
-            ready.rows *= parts;
-        }
-        codes
-    }
-
-    /// Which buffers have the int8 inputs that `from` says.
-    fn ready(&self, from: &Source, rows: usize) -> Option<usize> {
-        let ready = self.ready.filter(|ready| from.as_it_is() && ready.x == from.x && ready.cols == from.cols)?;
-        (rows <= ready.rows).then_some(ready.which)
-    }
-}
-
-/// Where a product finds its inputs.
-#[derive(Clone, Copy)]
-struct Given {
-    codes: Codes,
-    /// Address of `[rows, cols]` f32.
-    floats: u64,
-    /// What the kernel makes them of by itself.
-    making: Option<Source>,
 }
 
 impl Cuda {
@@ -533,62 +211,6 @@ impl Cuda {
         let done = launch(self);
         self.matmul.late = false;
         done
-    }
-
-    /// Makes inputs `0 .. rows` of `from`, of the kinds that `reads` names.
-    pub(crate) fn prepare(&mut self, reads: Reads, from: Source, rows: usize) -> Result<()> {
-        if rows == 0 {
-            return Ok(());
-        }
-        self.matmul.ready = None;
-        let inputs = self.matmul.inputs(0);
-        assert!(rows * from.cols <= inputs.floats.len(), "{rows} inputs of {} values", from.cols);
-        let wanted = |want: bool, at: u64| if want { at } else { 0 };
-        let args = Prepare {
-            q: wanted(reads.codes, inputs.q.ptr()),
-            d: inputs.d.ptr(),
-            sums: inputs.sums.ptr(),
-            floats: wanted(reads.floats, inputs.floats.ptr()),
-            ..from.prepare()
-        };
-        let threads = if from.cols >= 2048 { 512 } else { 256 };
-        self.launch(kernel!("arc_matmul_prepare"), Grid::new(rows as u32, threads), &[Arg::of(&args)])
-    }
-
-    /// Makes inputs for one matrix, rounded as the CPU rounds them: integer-coded weights are left to their own rounding
-    /// where `inputs` is int8.
-    pub(crate) fn prepare_for(&mut self, w: &CudaMatrix, from: Source, rows: usize) -> Result<()> {
-        self.prepare(w.reads(), from.for_matrix(w), rows)
-    }
-
-    /// What the last [`prepare`](Self::prepare) left.
-    fn prepared(&self) -> Given {
-        Given { codes: self.matmul.codes(0), floats: self.matmul.inputs(0).floats.ptr(), making: None }
-    }
-
-    /// Inputs of a product with `w` that are there already.
-    fn there(&self, w: &CudaMatrix, from: Source, rows: usize) -> Option<Given> {
-        let (from, reads) = (from.for_matrix(w), w.reads());
-        let ready = self.matmul.ready(&from, rows);
-        if reads.codes && ready.is_none() || reads.floats && !from.as_it_is() {
-            return None;
-        }
-        let codes = ready.map_or(Codes::default(), |which| self.matmul.codes(which));
-        Some(Given { codes, floats: from.x, making: None })
-    }
-
-    /// Inputs of a product with `w`: those that are there, or that its own kernel makes of few rows, or that a kernel of
-    /// their own makes.
-    fn given(&mut self, w: &CudaMatrix, from: Source, rows: usize) -> Result<Given> {
-        if let Some(given) = self.there(w, from, rows) {
-            return Ok(given);
-        }
-        let from = from.for_matrix(w);
-        if makes_inputs(rows) && (from.norm.is_none() || w.cols <= MAKES_COLS) {
-            return Ok(Given { making: Some(from), ..self.prepared() });
-        }
-        self.prepare(w.reads(), from, rows)?;
-        Ok(self.prepared())
     }
 
     /// `out[r] = then(w * from[r])`. What `from` names must not be what `out` names.
@@ -806,110 +428,6 @@ impl Cuda {
         let kernel = GEMV[format as usize][taken.ilog2() as usize];
         let grid = Grid::xy(shape.blocks, rows.div_ceil(taken) as u32, shape.threads).shared(shape.shared);
         self.launch(kernel, grid, &[Arg::of(&product), Arg::of(&source)])
-    }
-
-    /// Routed experts over few rows. `None` where their kernels cannot: float weights, or units that are not whole.
-    fn experts(&self, w: &CudaMatrix, to: &Assigned, per: usize) -> Result<Option<Experts>> {
-        let part = w.parts[0];
-        if to.rows > FEW_ROWS || EXPERTS[part.format as usize].is_none() || !Experts::fits(&w.cut, part.rows) {
-            return Ok(None);
-        }
-        Ok(Some(Experts {
-            cut: w.cut,
-            outputs: part.rows as u32,
-            base: part.at,
-            part_bytes: w.stride(per)?,
-            up_at: w.parts.get(1).map_or(0, |up| up.at - part.at),
-            order: to.order,
-            bounds: to.bounds,
-            ids: to.ids,
-            weights: to.weights,
-            infos: self.view().infos(),
-            rows: to.rows as u32,
-            chosen: to.chosen as u32,
-            experts: to.experts as u32,
-            ..Experts::default()
-        }))
-    }
-
-    /// Gated units of few rows' experts, times their routing weights: at `mid`, in the order of assignments, and where
-    /// [`experts_down`](Self::experts_down) finds them. `false` where it cannot, with nothing done.
-    pub(crate) fn experts_up(
-        &mut self,
-        w: &CudaMatrix,
-        from: Source,
-        units: &Units<'_>,
-        to: &Assigned,
-    ) -> Result<bool> {
-        // Units of former rows are nobody's.
-        self.matmul.units = None;
-        let Some(mut experts) = self.experts(w, to, 2)? else { return Ok(false) };
-        let format = w.parts[0].format;
-        let Some(shape) = experts.cut_up(format, self.multiprocessors()) else { return Ok(false) };
-        let from = from.for_matrix(w);
-        let which = match self.matmul.ready(&from, to.rows) {
-            Some(which) => which,
-            None => {
-                self.prepare(w.reads(), from, to.rows)?;
-                0
-            }
-        };
-        let codes = self.matmul.codes(which);
-        (experts.q, experts.d, experts.sums) = (codes.q, codes.d, codes.sums);
-        self.counters.weight_bytes += self.touched(w, to);
-        (experts.limit, experts.mid) = (units.limit, units.mid);
-        // The second product's inputs, by assignment.
-        let (rows, cols) = (to.rows * to.chosen, w.parts[0].rows);
-        let next = Source { x: units.by_assignment, ..units.next }.for_matrix(units.down);
-        let as_it_is = next.inputs == Inputs::F32 && !units.down.reads().floats;
-        let left = self.matmul.codes(if as_it_is { 1 - which } else { 0 });
-        if as_it_is {
-            assert!(rows * cols <= self.matmul.inputs(1 - which).q.len(), "{rows} units of {cols} values");
-            (experts.mid_q, experts.mid_d, experts.mid_sums) = (left.q, left.d, left.sums);
-        } else {
-            experts.mid_floats = units.by_assignment;
-        }
-        let [kernel, _] = EXPERTS[format as usize].expect("`experts` looked");
-        self.launch(kernel, Grid::new(shape.blocks, shape.threads).shared(shape.shared), &[Arg::of(&experts)])?;
-        if !as_it_is {
-            self.prepare(units.down.reads(), next, rows)?;
-        }
-        self.matmul.units = Some((units.mid, left));
-        Ok(true)
-    }
-
-    /// Sums of few rows' experts, of the units that the last [`experts_up`](Self::experts_up) left for `mid`. `shared`: the
-    /// shared expert's second matrix and its units, which may come along. Whether it did; `None` where nothing is done,
-    /// since it cannot.
-    pub(crate) fn experts_down(
-        &mut self,
-        w: &CudaMatrix,
-        shared: (&CudaMatrix, Source),
-        out: u64,
-        mid: u64,
-        to: &Assigned,
-    ) -> Result<Option<bool>> {
-        let Some((_, codes)) = self.matmul.units.filter(|(of, _)| *of == mid) else { return Ok(None) };
-        let Some(mut experts) = self.experts(w, to, 1)? else { return Ok(None) };
-        let (format, processors) = (w.parts[0].format, self.multiprocessors());
-        (experts.q, experts.d, experts.sums, experts.out) = (codes.q, codes.d, codes.sums, out);
-        let (matrix, units) = shared;
-        let part = matrix.parts[0];
-        let alike = matrix.parts.len() == 1
-            && part.format == Format::Q8_0
-            && (matrix.rows, matrix.cols) == (w.parts[0].rows, w.cols);
-        let mut along = None;
-        if alike && to.rows == 1 && units.for_matrix(matrix).inputs == Inputs::F32 {
-            let mut both = Experts { shared: part.at, x: units.x, ..experts };
-            along = both.cut_down(format, processors).map(|shape| (both, shape));
-        }
-        let comes = along.is_some();
-        let alone = || experts.cut_down(format, processors).map(|shape| (experts, shape));
-        let Some((experts, shape)) = along.or_else(alone) else { return Ok(None) };
-        self.counters.weight_bytes += self.touched(w, to) + if comes { matrix.bytes() as u64 } else { 0 };
-        let [_, kernel] = EXPERTS[format as usize].expect("`experts` looked");
-        self.launch(kernel, Grid::new(shape.blocks, shape.threads).shared(shape.shared), &[Arg::of(&experts)])?;
-        Ok(Some(comes))
     }
 
     /// Bytes of the experts that the rows of a step read, should no two share one.

@@ -1,8 +1,35 @@
 //! Routed experts over few rows: the Rust side of `experts.cuh`.
 
+use super::inputs::Source;
+use super::matrix::CudaMatrix;
 use super::plan::{Cut, MAX_SHARED, Shape, tile_bytes};
+use super::{Assigned, FEW_ROWS};
+use crate::cuda::{Arg, Cuda, Grid, Kernel, kernel};
+use crate::error::Result;
 use crate::format::Format;
 use crate::ops::matmul::SLICE;
+use crate::ops::quant::Inputs;
+
+/// Kernels of routed experts over few rows, by format: gated units, and sums.
+#[rustfmt::skip]
+const EXPERTS: [Option<[Kernel; 2]>; 16] = [
+    None,
+    None,
+    None,
+    Some([kernel!("arc_matmul_experts_up_q8_0"), kernel!("arc_matmul_experts_down_q8_0")]),
+    Some([kernel!("arc_matmul_experts_up_q4_0"), kernel!("arc_matmul_experts_down_q4_0")]),
+    Some([kernel!("arc_matmul_experts_up_q4_1"), kernel!("arc_matmul_experts_down_q4_1")]),
+    Some([kernel!("arc_matmul_experts_up_q5_0"), kernel!("arc_matmul_experts_down_q5_0")]),
+    Some([kernel!("arc_matmul_experts_up_q5_1"), kernel!("arc_matmul_experts_down_q5_1")]),
+    Some([kernel!("arc_matmul_experts_up_q2_k"), kernel!("arc_matmul_experts_down_q2_k")]),
+    Some([kernel!("arc_matmul_experts_up_q3_k"), kernel!("arc_matmul_experts_down_q3_k")]),
+    Some([kernel!("arc_matmul_experts_up_q4_k"), kernel!("arc_matmul_experts_down_q4_k")]),
+    Some([kernel!("arc_matmul_experts_up_q5_k"), kernel!("arc_matmul_experts_down_q5_k")]),
+    Some([kernel!("arc_matmul_experts_up_q6_k"), kernel!("arc_matmul_experts_down_q6_k")]),
+    Some([kernel!("arc_matmul_experts_up_iq2_xxs"), kernel!("arc_matmul_experts_down_iq2_xxs")]),
+    Some([kernel!("arc_matmul_experts_up_mxfp4"), kernel!("arc_matmul_experts_down_mxfp4")]),
+    None,
+];
 
 /// Warps of a block: fewer where the tiles of more have no room.
 const WARPS: [u32; 2] = [16, 8];
@@ -166,6 +193,125 @@ struct Room {
     sums: u32,
     /// Bytes that are not exceeded without need: other kernels have weights on their way meanwhile.
     most: u32,
+}
+
+/// Gated units of experts, and who reads them.
+pub(crate) struct Units<'a> {
+    /// The clamp.
+    pub limit: f32,
+    /// Address of `[assignments, units]` f32, in the order of assignments.
+    pub mid: u64,
+    /// Address of room for `[rows * chosen, units]` f32, by row and place.
+    pub by_assignment: u64,
+    /// The matrix that reads them, and how they are rounded for it.
+    pub down: &'a CudaMatrix,
+    pub next: Source,
+}
+
+impl Cuda {
+    /// Routed experts over few rows. `None` where their kernels cannot: float weights, or units that are not whole.
+    fn experts(&self, w: &CudaMatrix, to: &Assigned, per: usize) -> Result<Option<Experts>> {
+        let part = w.parts[0];
+        if to.rows > FEW_ROWS || EXPERTS[part.format as usize].is_none() || !Experts::fits(&w.cut, part.rows) {
+            return Ok(None);
+        }
+        Ok(Some(Experts {
+            cut: w.cut,
+            outputs: part.rows as u32,
+            base: part.at,
+            part_bytes: w.stride(per)?,
+            up_at: w.parts.get(1).map_or(0, |up| up.at - part.at),
+            order: to.order,
+            bounds: to.bounds,
+            ids: to.ids,
+            weights: to.weights,
+            infos: self.view().infos(),
+            rows: to.rows as u32,
+            chosen: to.chosen as u32,
+            experts: to.experts as u32,
+            ..Experts::default()
+        }))
+    }
+
+    /// Gated units of few rows' experts, times their routing weights: at `mid`, in the order of assignments, and where
+    /// [`experts_down`](Self::experts_down) finds them. `false` where it cannot, with nothing done.
+    pub(crate) fn experts_up(
+        &mut self,
+        w: &CudaMatrix,
+        from: Source,
+        units: &Units<'_>,
+        to: &Assigned,
+    ) -> Result<bool> {
+        // Units of former rows are nobody's.
+        self.matmul.units = None;
+        let Some(mut experts) = self.experts(w, to, 2)? else { return Ok(false) };
+        let format = w.parts[0].format;
+        let Some(shape) = experts.cut_up(format, self.multiprocessors()) else { return Ok(false) };
+        let from = from.for_matrix(w);
+        let which = match self.matmul.ready(&from, to.rows) {
+            Some(which) => which,
+            None => {
+                self.prepare(w.reads(), from, to.rows)?;
+                0
+            }
+        };
+        let codes = self.matmul.codes(which);
+        (experts.q, experts.d, experts.sums) = (codes.q, codes.d, codes.sums);
+        self.counters.weight_bytes += self.touched(w, to);
+        (experts.limit, experts.mid) = (units.limit, units.mid);
+        // The second product's inputs, by assignment.
+        let (rows, cols) = (to.rows * to.chosen, w.parts[0].rows);
+        let next = Source { x: units.by_assignment, ..units.next }.for_matrix(units.down);
+        let as_it_is = next.inputs == Inputs::F32 && !units.down.reads().floats;
+        let left = self.matmul.codes(if as_it_is { 1 - which } else { 0 });
+        if as_it_is {
+            assert!(rows * cols <= self.matmul.inputs(1 - which).q.len(), "{rows} units of {cols} values");
+            (experts.mid_q, experts.mid_d, experts.mid_sums) = (left.q, left.d, left.sums);
+        } else {
+            experts.mid_floats = units.by_assignment;
+        }
+        let [kernel, _] = EXPERTS[format as usize].expect("`experts` looked");
+        self.launch(kernel, Grid::new(shape.blocks, shape.threads).shared(shape.shared), &[Arg::of(&experts)])?;
+        if !as_it_is {
+            self.prepare(units.down.reads(), next, rows)?;
+        }
+        self.matmul.units = Some((units.mid, left));
+        Ok(true)
+    }
+
+    /// Sums of few rows' experts, of the units that the last [`experts_up`](Self::experts_up) left for `mid`. `shared`: the
+    /// shared expert's second matrix and its units, which may come along. Whether it did; `None` where nothing is done,
+    /// since it cannot.
+    pub(crate) fn experts_down(
+        &mut self,
+        w: &CudaMatrix,
+        shared: (&CudaMatrix, Source),
+        out: u64,
+        mid: u64,
+        to: &Assigned,
+    ) -> Result<Option<bool>> {
+        let Some((_, codes)) = self.matmul.units.filter(|(of, _)| *of == mid) else { return Ok(None) };
+        let Some(mut experts) = self.experts(w, to, 1)? else { return Ok(None) };
+        let (format, processors) = (w.parts[0].format, self.multiprocessors());
+        (experts.q, experts.d, experts.sums, experts.out) = (codes.q, codes.d, codes.sums, out);
+        let (matrix, units) = shared;
+        let part = matrix.parts[0];
+        let alike = matrix.parts.len() == 1
+            && part.format == Format::Q8_0
+            && (matrix.rows, matrix.cols) == (w.parts[0].rows, w.cols);
+        let mut along = None;
+        if alike && to.rows == 1 && units.for_matrix(matrix).inputs == Inputs::F32 {
+            let mut both = Experts { shared: part.at, x: units.x, ..experts };
+            along = both.cut_down(format, processors).map(|shape| (both, shape));
+        }
+        let comes = along.is_some();
+        let alone = || experts.cut_down(format, processors).map(|shape| (experts, shape));
+        let Some((experts, shape)) = along.or_else(alone) else { return Ok(None) };
+        self.counters.weight_bytes += self.touched(w, to) + if comes { matrix.bytes() as u64 } else { 0 };
+        let [_, kernel] = EXPERTS[format as usize].expect("`experts` looked");
+        self.launch(kernel, Grid::new(shape.blocks, shape.threads).shared(shape.shared), &[Arg::of(&experts)])?;
+        Ok(Some(comes))
+    }
 }
 
 #[cfg(test)]
