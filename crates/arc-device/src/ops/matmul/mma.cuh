@@ -405,6 +405,17 @@ __device__ __forceinline__ void copy_patterns(uint32_t* to) {
     }
 }
 
+// What every block begins with: its patterns, then the wait, then its tables and rows `row .. end`. False where it has none.
+template <uint32_t F, int THREADS, typename Tables>
+__device__ __forceinline__ bool begin(const Product& p, Tables& tables, uint8_t* patterns, uint32_t most, uint32_t& row, uint32_t& end) {
+    pdl_launch();
+    if constexpr (F == IQ2_XXS) copy_patterns<THREADS>(reinterpret_cast<uint32_t*>(patterns));
+    pdl_wait();
+    if (!tables.fill(p, F, most, row, end)) return false;
+    __syncthreads();
+    return true;
+}
+
 // W warps along the outputs and WN along the rows, up to 32 rows each.
 template <uint32_t F, int W, int WN>
 struct Mma {
@@ -475,12 +486,8 @@ struct Mma {
 
     __device__ void run() const {
         Tables<BM, BN>& tables = *reinterpret_cast<Tables<BM, BN>*>(smem);
-        pdl_launch();
-        if constexpr (F == IQ2_XXS) copy_patterns<kThreads>(reinterpret_cast<uint32_t*>(smem + kPatternsAt));
-        pdl_wait();
         uint32_t row, end;
-        if (!tables.fill(p, F, BN, row, end)) return;
-        __syncthreads();
+        if (!begin<F, kThreads>(p, tables, smem + kPatternsAt, BN, row, end)) return;
         const uint32_t tiles = (end - row + 7) / 8, before = threadIdx.x / (32 * W) * 4;
         switch (tiles <= before ? 0 : tiles - before) {
             case 0: slices<0>(tables, tiles); break;
@@ -561,12 +568,8 @@ struct Split {
 
     __device__ void run() const {
         Tables<BM, BN>& tables = *reinterpret_cast<Tables<BM, BN>*>(smem);
-        pdl_launch();
-        if constexpr (F == IQ2_XXS) copy_patterns<kThreads>(reinterpret_cast<uint32_t*>(smem + kPatternsAt));
-        pdl_wait();
         uint32_t row, end;
-        if (!tables.fill(p, F, BN, row, end)) return;
-        __syncthreads();
+        if (!begin<F, kThreads>(p, tables, smem + kPatternsAt, BN, row, end)) return;
         const uint32_t tiles = (end - row + 7) / 8;
         if (tiles == 1) slices<1>(tables);
         if (tiles == 2) slices<2>(tables);

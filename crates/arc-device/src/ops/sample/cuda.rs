@@ -5,7 +5,7 @@ use super::dry::DryTable;
 use crate::cuda::{Cuda, CudaBuf, Grid, MAX_BIAS, args, kernel};
 use crate::error::{DeviceError, Result};
 
-/// Threads of a block; `kThreads` of sample.cuh.
+/// Threads of a block; `kThreads` of run.cuh.
 const THREADS: u32 = 384;
 /// Ids of a warp's tile; `kTile`.
 const TILE: u32 = 128;
@@ -43,7 +43,7 @@ fn layout(vocab: u32, heads: usize) -> (u32, u32) {
 }
 
 impl Cuda {
-    /// Deliberate mistakes that the sampler's kernel can make, by number from 1; `Mutant` of sample.cuh. The last is none:
+    /// Deliberate mistakes that the sampler's kernel can make, by number from 1; `Mutant` of run.cuh. The last is none:
     /// it takes the way of long lists always, and must not be noticed.
     pub const SAMPLE_MISTAKES: [&str; 7] = [
         "signed zero",

@@ -1,0 +1,151 @@
+// DeepSeek-V4's attention: the step's own rows. latent.cu says when these run ("What runs ahead").
+//
+// latent_rows    rows and index queries, a warp each; and per compressor a block that pools the row which the token
+//                completes. Tokens of short runs enter their rings here, since nothing that this step still reads stands
+//                there. Exact.
+// latent_rings   the tokens of longer runs, after the attention that reads what they overwrite. Exact.
+#include "ops/latent/latent.cuh"
+#include "pdl.cuh"
+
+namespace arc {
+
+namespace {
+
+// The block of a compressor: pools, norms, rotates and stores, where the row's token completes one.
+__device__ void compress(const PoolArgs& c, uint32_t format, const LatentArgs& a, uint32_t r, const RowInfo& info,
+                         const StepView& view, float* row) {
+    const bool completes = (info.pos + 1) % c.ratio == 0;
+    if (completes) {
+        // The last warp finishes the row; what it needs for that comes while the row is pooled.
+        const bool finishes = threadIdx.x >= blockDim.x - 32;
+        const uint32_t w = info.pos / c.ratio, lane = threadIdx.x & 31;
+        float norm[kLaneValues];
+        Angles angles;
+        uint8_t* to = nullptr;
+        if (finishes) {
+            load_row(norm, c.norm, c.dim);
+            angles.load(a.rope + (size_t)w * c.ratio * kRopeDim, c.dim);
+            to = c.rows + c.place(view.blocks + (size_t)info.slot * view.max_blocks, w) * c.row_bytes;
+        }
+        pool_row(row, c, a.pool, a.pool_dim, r, info);
+        __syncthreads();
+        if (finishes) {
+            float x[kLaneValues];
+            load_row(x, row, c.dim);
+            const float factor = rms_factor(x, c.dim, a.eps);
+#pragma unroll
+            for (uint32_t j = 0; j < kLaneValues; ++j) {
+                if (lane + 32 * j < c.dim) x[j] = __fmul_rn(__fmul_rn(x[j], factor), norm[j]);
+            }
+            rope_row(x, c.dim, angles);
+            keep_row(x, c.dim, format, to);
+            return;
+        }
+    }
+    if (c.short_run(info)) keep_token(c, a.pool, a.pool_dim, r, info, completes ? blockDim.x - 32 : blockDim.x);
+}
+
+// Rows of a step up to which `latent_rows` runs ahead, and sends for what the attention will read: matmul/cuda.rs's
+// FEW_ROWS.
+constexpr uint32_t kFewRows = 8;
+// Rows of a list that are sent for: what the attention begins with.
+constexpr uint32_t kMostAhead = 640;
+
+// The row of the token of `info`, by a warp.
+__device__ void make_row(const LatentArgs& a, uint32_t r, const RowInfo& info) {
+    const uint32_t lane = threadIdx.x & 31;
+    float* kv = a.kv + (size_t)r * a.dim;
+    float x[kLaneValues], norm[kLaneValues];
+    Angles angles;
+    load_row_early(x, a.low + (size_t)r * (a.q_rank + a.dim) + a.q_rank, a.dim);
+    load_row(norm, a.kv_norm, a.dim);
+    angles.load(a.rope + (size_t)info.pos * kRopeDim, a.dim);
+    const float factor = rms_factor(x, a.dim, a.eps);
+#pragma unroll
+    for (uint32_t j = 0; j < kLaneValues; ++j) {
+        if (lane + 32 * j < a.dim) x[j] = info.live ? __fmul_rn(__fmul_rn(x[j], factor), norm[j]) : 0.0f;
+    }
+    if (info.live) {
+        rope_row(x, a.dim, angles);
+        // The ring takes the row as storing left it, which may have a smaller scale of its own.
+        keep_row(x, a.dim, a.row_format, nullptr);
+    }
+    store_row(kv, x, a.dim);
+    if (info.live && a.short_run(info)) keep_row(x, a.dim, a.row_format, a.in_window(info.slot, info.pos));
+}
+
+// Brings what the attention of a row will read into the second cache, by threads `thread` of `threads`.
+__device__ void send_for_rows(const LatentArgs& a, const StepView& view, uint32_t r, const RowInfo& info, uint32_t thread,
+                              uint32_t threads) {
+    const uint32_t* blocks = view.blocks + (size_t)info.slot * view.max_blocks;
+    const uint32_t first = a.first_visible(info.pos), recent = info.pos - first;
+    const uint32_t visible = a.rows.ratio == 0 ? 0 : a.rows.visible(info.pos);
+    const uint32_t n = min(recent + (a.top != 0 && visible > a.top ? 0 : visible), kMostAhead);
+#pragma unroll 4
+    for (uint32_t i = thread; i < n; i += threads) {
+        const uint8_t* row = i < recent ? a.in_window(info.slot, first + i)
+                                        : a.rows.rows + a.rows.place(blocks, i - recent) * a.row_bytes;
+        for (uint32_t at = 0; at < a.row_bytes + 127; at += 128) prefetch(row + min(at, a.row_bytes - 1));
+    }
+    if (thread * 32 < a.heads) prefetch(a.sinks + thread * 32);
+}
+
+}  // namespace
+
+// Grid: (compressor of rows, of keys, the step's row, four index queries each; rows). Small blocks: there is room for them beside the product.
+extern "C" __global__ void __launch_bounds__(128) latent_rows(LatentArgs a, StepView view) {
+    __shared__ __align__(16) float row[kMaxLatent];
+    const uint32_t r = blockIdx.y;
+    // Products over more rows let their successor start before their own wait.
+    const bool ahead = a.n_rows <= kFewRows;
+    if (!ahead) pdl_wait();
+    const RowInfo info = info_early(view, r);
+    if (blockIdx.x < 2) {
+        const PoolArgs& c = blockIdx.x == 0 ? a.rows : a.keys;
+        if (info.live && c.ratio != 0) {
+            compress(c, blockIdx.x == 0 ? a.row_format : a.key_format, a, r, info, view, row);
+        }
+    } else if (blockIdx.x > 2) {
+        const uint32_t h = (blockIdx.x - 3) * (blockDim.x / 32) + threadIdx.x / 32;
+        if (info.live && h < a.index_heads) {
+            float* q = a.index_q + ((size_t)r * a.index_heads + h) * a.index_dim;
+            float x[4];
+            Angles angles;
+            load_row_early(x, q, a.index_dim);
+            angles.load(a.rope + (size_t)info.pos * kRopeDim, a.index_dim);
+            rope_row(x, a.index_dim, angles);
+            keep_row(x, a.index_dim, a.key_format, nullptr);
+            store_row(q, x, a.index_dim);
+        }
+    } else if (threadIdx.x < 32) {
+        make_row(a, r, info);
+    } else if (info.live && ahead) {
+        send_for_rows(a, view, r, info, threadIdx.x - 32, blockDim.x - 32);
+    }
+    __threadfence();
+    __syncthreads();
+    pdl_launch();
+    if (ahead) pdl_wait();
+}
+
+// Grid: (window, compressor of rows, of keys; rows).
+extern "C" __global__ void __launch_bounds__(128) latent_rings(LatentArgs a, StepView view) {
+    pdl_launch();
+    pdl_wait();
+    const uint32_t r = blockIdx.y;
+    const RowInfo info = view.infos[r];
+    if (!info.live) return;
+    // A later row of the step would take the same place.
+    if (blockIdx.x == 0) {
+        if (info.ahead < a.ring && !a.short_run(info) && threadIdx.x < 32) {
+            float x[kLaneValues];
+            load_row(x, a.kv + (size_t)r * a.dim, a.dim);
+            keep_row(x, a.dim, a.row_format, a.in_window(info.slot, info.pos));
+        }
+        return;
+    }
+    const PoolArgs& c = blockIdx.x == 1 ? a.rows : a.keys;
+    if (c.ratio != 0 && info.ahead < c.ring_len && !c.short_run(info)) keep_token(c, a.pool, a.pool_dim, r, info, blockDim.x);
+}
+
+}  // namespace arc
