@@ -92,7 +92,8 @@ __device__ void send_for_rows(const LatentArgs& a, const StepView& view, uint32_
 
 }  // namespace
 
-// Grid: (compressor of rows, of keys, the step's row, four index queries each; rows). Small blocks: there is room for them beside the product.
+// Grid: (compressor of rows, of keys, the step's row, four index queries each; rows). Small blocks: there is room for
+// them beside the product.
 extern "C" __global__ void __launch_bounds__(128) latent_rows(LatentArgs a, StepView view) {
     __shared__ __align__(16) float row[kMaxLatent];
     const uint32_t r = blockIdx.y;

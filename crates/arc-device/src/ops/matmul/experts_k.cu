@@ -1,3 +1,4 @@
+// Routed experts over few rows, by format; see experts.cuh.
 #include "experts.cuh"
 
 ARC_EXPERTS(q3_k, arc::Q3_K)
