@@ -487,7 +487,8 @@ impl Alloc for Cuda {
         self.driver.synchronize("load")?;
         if let Some(to) = std::env::var_os("ARC_CUDA_TRACE") {
             let at = self.take::<u8>("times of kernels", MemoryClass::Workspace, trace::Trace::BYTES)?;
-            self.trace = Some(trace::Trace::new(to.into(), &self.driver, at)?);
+            let marks = self.take::<u8>("times of blocks", MemoryClass::Workspace, trace::Trace::MARK_BYTES)?;
+            self.trace = Some(trace::Trace::new(to.into(), &self.driver, at, marks)?);
         }
         Ok(())
     }

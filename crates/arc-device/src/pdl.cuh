@@ -6,6 +6,8 @@
 // them (u32), then nanoseconds. 0: nowhere. See cuda/trace.rs.
 extern "C" {
 __constant__ unsigned long long arc_trace;
+// Where blocks leave the times of their marks: how many blocks (u32), room for them (u32), then eight words a block.
+__constant__ unsigned long long arc_marks;
 }
 #endif
 
@@ -21,6 +23,32 @@ __device__ __forceinline__ void trace_begin() {
     if (at < head[1]) reinterpret_cast<unsigned long long*>(arc_trace)[1 + at] = now;
 #endif
 }
+
+// Times inside a block: thread 0 takes a place when the block begins, and leaves a time at every mark.
+struct Marks {
+#ifdef ARC_TRACE
+    unsigned long long* at = nullptr;
+    __device__ __forceinline__ explicit Marks(unsigned tag) {
+        if (arc_marks == 0 || threadIdx.x != 0) return;
+        unsigned* head = reinterpret_cast<unsigned*>(arc_marks);
+        const unsigned place = atomicAdd(head, 1u) % head[1];
+        at = reinterpret_cast<unsigned long long*>(arc_marks) + 8 * (1 + place);
+        unsigned sm;
+        asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+        at[0] = (unsigned long long)tag << 48 | (unsigned long long)sm << 32 | blockIdx.x | blockIdx.y << 16;
+        mark(1);
+    }
+    __device__ __forceinline__ void mark(int i) const {
+        if (at == nullptr) return;
+        unsigned long long now;
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now) :: "memory");
+        at[i] = now;
+    }
+#else
+    __device__ __forceinline__ explicit Marks(unsigned) {}
+    __device__ __forceinline__ void mark(int) const {}
+#endif
+};
 
 // Waits until every kernel before this one has ended and what they wrote can be seen. Every thread calls it before it
 // touches what another kernel wrote or may still read; weights may be loaded before it.

@@ -2,6 +2,8 @@
 //! the one before it has ended. So the differences are what each kernel adds to the step, overlap and gaps included, and
 //! their sum is the step.
 //!
+//! Kernels that have `Marks` leave times inside their blocks too.
+//!
 //! For builds with `ARC_CUDA_TRACE` set: others have kernels without a word of this. At run time it names a file, where the
 //! table is written when the device closes.
 
@@ -17,6 +19,8 @@ use crate::step::StepKey;
 
 /// Times that there is room for: later kernels are not noted.
 const MOST: usize = 1 << 21;
+/// Blocks that there is room for: the last ones are kept.
+const MOST_BLOCKS: usize = 1 << 20;
 /// Replays of a key that are left out: memory is touched for the first time.
 const WARM: usize = 2;
 
@@ -40,6 +44,8 @@ pub(super) struct Trace {
     to: PathBuf,
     /// A count, room, and times.
     at: CudaBuf<u8>,
+    /// A count, room, and eight words a block: `Marks` of pdl.cuh.
+    marks: CudaBuf<u8>,
     ran: Vec<Ran>,
     n_ran: usize,
     /// Launches since the recording began; `None` outside of one.
@@ -50,18 +56,23 @@ pub(super) struct Trace {
 
 impl Trace {
     /// Begins to take times. `at`: zeroed memory of [`Trace::BYTES`].
-    pub fn new(to: PathBuf, driver: &Driver, at: CudaBuf<u8>) -> Result<Trace> {
+    pub fn new(to: PathBuf, driver: &Driver, at: CudaBuf<u8>, marks: CudaBuf<u8>) -> Result<Trace> {
+        let room = [0u32, MOST_BLOCKS as u32];
+        driver.copy_in(marks.ptr(), room.as_ptr().cast(), size_of_val(&room), "trace")?;
+        driver.set_global(c"arc_marks", marks.ptr())?;
         let head = [0u32, MOST as u32];
         driver.copy_in(at.ptr(), head.as_ptr().cast(), size_of_val(&head), "trace")?;
         if driver.set_global(c"arc_trace", at.ptr())? == 0 {
             tracing::warn!("kernels leave no times in this build: it has to be made with ARC_CUDA_TRACE set");
         }
         let (ran, graphs) = (Vec::new(), BTreeMap::new());
-        Ok(Trace { to, at, ran, n_ran: 0, recording: None, graphs, weight_bytes: 0 })
+        Ok(Trace { to, at, marks, ran, n_ran: 0, recording: None, graphs, weight_bytes: 0 })
     }
 
     /// Bytes of device memory that it takes.
     pub const BYTES: usize = 8 * (MOST + 1);
+    /// Bytes of device memory that the blocks' times take.
+    pub const MARK_BYTES: usize = 64 * (MOST_BLOCKS + 1);
 
     /// A kernel was launched or recorded. `weight_bytes`: of all launches so far.
     pub fn launch(&mut self, kernel: Kernel, grid: Grid, weight_bytes: u64) {
@@ -104,6 +115,9 @@ impl Trace {
         driver.synchronize("trace")?;
         driver.copy_out(times.as_mut_ptr().cast(), self.at.ptr(), 8 * times.len(), "trace")?;
         driver.synchronize("trace")?;
+        let mut marks = vec![0u64; Self::MARK_BYTES / 8];
+        driver.copy_out(marks.as_mut_ptr().cast(), self.marks.ptr(), Self::MARK_BYTES, "trace")?;
+        driver.synchronize("trace")?;
         let noted = times[0] as u32 as usize;
         let mut text = String::new();
         if noted != self.n_ran {
@@ -136,6 +150,7 @@ impl Trace {
                 table(&mut text, &name, n, &self.graphs[&name].1, &sum);
             }
         }
+        marks_table(&mut text, &marks[8..]);
         if let Err(why) = std::fs::write(&self.to, text) {
             tracing::warn!(file = %self.to.display(), %why, "the trace was not written");
         }
@@ -172,9 +187,54 @@ fn table(text: &mut String, name: &str, replays: usize, launches: &[Launched], s
     let _ = writeln!(text);
 }
 
+/// Words of a block's record: whose it is, then a time a mark.
+const RECORD: usize = 8;
+/// Blocks of one launch pass their wait within so many nanoseconds.
+const APART: u64 = 2500;
+
+/// Times inside blocks, by kernel (the tag that it gives [`Marks` of pdl.cuh]): of every mark the median and the last of a
+/// launch's blocks, in us since the first of them passed its wait (mark 2); of both the median over launches.
+fn marks_table(text: &mut String, records: &[u64]) {
+    let mut kinds: BTreeMap<u64, Vec<&[u64]>> = BTreeMap::new();
+    for record in records.chunks_exact(RECORD).filter(|record| record[2] >= record[1] && record[1] != 0) {
+        kinds.entry(record[0] >> 48).or_default().push(record);
+    }
+    let median = |values: &mut Vec<f64>| {
+        values.sort_by(f64::total_cmp);
+        values.get(values.len() / 2).copied()
+    };
+    for (tag, mut blocks) in kinds {
+        blocks.sort_by_key(|record| record[2]);
+        let launches: Vec<&[&[u64]]> = blocks.chunk_by(|a, b| b[2] - a[2] < APART).collect();
+        let _ = write!(text, "blocks of kind {tag:#x}: {} in {} launches;", blocks.len(), launches.len());
+        for mark in 1..RECORD {
+            let (mut middle, mut last) = (Vec::new(), Vec::new());
+            for launch in &launches {
+                let since = |record: &&[u64]| (record[mark] as f64 - launch[0][2] as f64) / 1e3;
+                let mut times: Vec<f64> = launch.iter().filter(|record| record[mark] >= record[1]).map(since).collect();
+                middle.extend(median(&mut times));
+                last.extend(times.last());
+            }
+            if let Some((middle, last)) = median(&mut middle).zip(median(&mut last)) {
+                let _ = write!(text, " {mark}: {middle:.2}/{last:.2}");
+            }
+        }
+        let _ = writeln!(text);
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::{Grid, Kernel, Launched, table};
+    use super::{Grid, Kernel, Launched, marks_table, table};
+
+    #[test]
+    fn marks_are_counted_from_the_first_wait_of_a_launch() {
+        let block = |at: u64| [7 << 48, at, at + 1000, at + 3000, 0, 0, 0, 0];
+        let records = [block(50_000), block(50_400), block(10_000), [0; 8], block(50_900)].concat();
+        let mut text = String::new();
+        marks_table(&mut text, &records);
+        assert_eq!(text, "blocks of kind 0x7: 4 in 2 launches; 1: -0.60/-0.10 2: 0.40/0.90 3: 2.40/2.90\n");
+    }
 
     #[test]
     fn launches_of_a_kind_are_one_line() {

@@ -120,6 +120,7 @@ __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float
     __shared__ __align__(16) float chunk[kSumChunk], collapsed[kSumChunk], sums[COUNT + 1][kClusterBlocks + 1];
     __shared__ float squares[kStreams];
     __shared__ uint64_t bars[2];
+    const Marks marks(4);
     pdl_launch();
     if (threadIdx.x == 0) {
         expect(&bars[0], 4 * (COUNT + 1) * kClusterBlocks);
@@ -154,6 +155,7 @@ __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float
     // Before a block sends to another, that one must run.
     cluster_wait();
     pdl_wait();
+    marks.mark(2);
 
     float4 x[kStreams];
     if (t < kSumChunk / 4) {
@@ -162,6 +164,7 @@ __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float
         reinterpret_cast<float4*>(chunk)[t] = mine;
     }
     __syncthreads();
+    marks.mark(3);
     if (mixes) {
         float4 v[PER_WARP];
         float s[PER_WARP];
@@ -177,7 +180,9 @@ __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float
         const float s = sum_sq_chunk4(chunk);
         if (lane < kClusterBlocks) send(&sums[COUNT][rank], &bars[0], lane, s);
     }
+    marks.mark(4);
     await(&bars[0]);
+    marks.mark(5);
 
     const float raw = raw_mix<COUNT>(&sums[0][0], kClusterBlocks + 1, 1, kClusterBlocks, (float)n, norm_eps);
     const float value = __fadd_rn(__fmul_rn(raw, lane_scale), lane_base);
@@ -203,7 +208,9 @@ __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float
         const float s = sum_sq_chunk4(collapsed);
         if (lane < kStreams) send(&squares[q], &bars[1], k * kStreams + lane, s);
     }
+    marks.mark(6);
     await(&bars[1]);
+    marks.mark(7);
     if (writes) {
         float total = 0.0f;
 #pragma unroll

@@ -290,6 +290,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     __shared__ float2 weight_of[kMostBlocks][kHeads];  // maximum and sum of every split, where all are local
     __shared__ uint64_t parcel;                        // what other blocks send: these and the block's share of their sums
     __shared__ __align__(16) float angles[kRopeDim];
+    const Marks marks(6);
     pdl_launch();
     const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
     const uint32_t r = blockIdx.z, first_head = blockIdx.y * kHeads, heads = min(kHeads, a.heads - first_head);
@@ -515,6 +516,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
             if (split == blockIdx.x && plane == 0) {
                 if (!waits) {
                     pdl_wait();
+                    marks.mark(2);
                     ask_queries();
                 }
                 // `angles` are there.
@@ -522,6 +524,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                 cut_queries();
             }
             __syncthreads();
+            marks.mark(3);
 #pragma unroll
             for (uint32_t i = 0; i < kMaxLatent / 16 / kShares; ++i) {
                 const uint32_t step = first_step + i;
@@ -602,6 +605,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
             }
         }
         __syncthreads();
+        marks.mark(4);
         // Sums: the warp takes a share of the values.
         float o[kPairs][2][4];
 #pragma unroll
@@ -711,6 +715,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     if (apart) return;
     // The cluster's blocks merge, each its share.
     parcel_wait(&parcel);
+    marks.mark(5);
     merge<2>(a, out_at, dim, share, splits, sink_of[warp], angles, [&](uint32_t split, float2& ml, float4(&x)[kItems]) {
         ml = weight_of[split][warp];
 #pragma unroll
@@ -719,6 +724,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
             x[k] = *reinterpret_cast<const float4*>(received + (split * kHeads + warp) * share_stride + 4 * i);
         }
     });
+    marks.mark(6);
 }
 
 }  // namespace

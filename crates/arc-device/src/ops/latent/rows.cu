@@ -96,6 +96,7 @@ __device__ void send_for_rows(const LatentArgs& a, const StepView& view, uint32_
 // them beside the product.
 extern "C" __global__ void __launch_bounds__(128) latent_rows(LatentArgs a, StepView view) {
     __shared__ __align__(16) float row[kMaxLatent];
+    const Marks marks(7);
     const uint32_t r = blockIdx.y;
     // Products over more rows let their successor start before their own wait.
     const bool ahead = a.n_rows <= kFewRows;
@@ -125,8 +126,10 @@ extern "C" __global__ void __launch_bounds__(128) latent_rows(LatentArgs a, Step
     }
     __threadfence();
     __syncthreads();
+    marks.mark(2);
     pdl_launch();
     if (ahead) pdl_wait();
+    marks.mark(3);
 }
 
 // Grid: (window, compressor of rows, of keys; rows).

@@ -137,6 +137,7 @@ struct ExpertsOf {
     }
 
     __device__ void up() {
+        const Marks marks(2);
         const uint32_t per_unit = p.unit_groups * tiles, units_of = p.outputs / 32;  // pairs of tiles of a unit; units of an expert
         const bool alone = p.rows == 1;
         auto assignment = [&](uint32_t i) { return alone ? i : word_of(p.order, i); };
@@ -169,6 +170,7 @@ struct ExpertsOf {
         for (uint32_t i = 0; i < p.stages; ++i) ask_next();
         make_table<F>(smem + p.table_at);
         pdl_wait();
+        marks.mark(2);
         pdl_launch();
         if (alone) {
             stage(0, 0, threadIdx.x, blockDim.x);
@@ -179,6 +181,7 @@ struct ExpertsOf {
         }
         copies_landed();
         __syncthreads();
+        marks.mark(3);
         uint32_t at_place = 0, parity = 0;
         bool second = false;
         float* partials = at<float>(p.partials_at);
@@ -194,8 +197,10 @@ struct ExpertsOf {
                 at_place = at_place + 1 == p.stages ? 0 : at_place + 1;
                 if (at_place == 0) parity ^= 1;
                 ask_next();
+                if (j == 0 && step == first) marks.mark(4);
             }
             __syncthreads();
+            marks.mark(5);
             for (uint32_t u = warp; u * per_unit < n; u += warps) {
                 const uint32_t i = (step + u) / units_of, a = assignment(i), column = (step + u - i * units_of) * 32 + lane;
                 const float weight = __ldcg(reinterpret_cast<const float*>(p.weights) + a);
@@ -211,9 +216,11 @@ struct ExpertsOf {
             second = !second;
             partials = at<float>(p.partials_at) + (second ? 2 * step_pairs * kLanes : 0);
         }
+        marks.mark(6);
     }
 
     __device__ void down() {
+        const Marks marks(3);
         const uint32_t of_expert = p.unit_groups * tiles, n_tiles = p.chosen * of_expert;
         const uint32_t shared_tiles = p.shared != 0 ? of_expert : 0;
         const uint32_t groups = (p.outputs + wide - 1) / wide, units_of = (groups + p.unit_groups - 1) / p.unit_groups;
@@ -265,6 +272,7 @@ struct ExpertsOf {
         for (uint32_t i = 0; i < p.stages; ++i) ask_next();
         make_table<F>(smem + p.table_at);
         pdl_wait();
+        marks.mark(2);
         uint32_t at_place = 0, parity = 0, shared_parity = 0, row_there = 0xffffffffu;
         bool second = false;
         float* partials = at<float>(p.partials_at);
@@ -281,6 +289,7 @@ struct ExpertsOf {
                 copies_landed();
                 __syncthreads();
                 row_there = row;
+                marks.mark(3);
             }
             float* shared_partials = partials + n_tiles * kLanes;
             for (uint32_t k = 0, j = warp; k < p.shared_each && j < shared_tiles; ++k, j += warps) {
@@ -301,7 +310,9 @@ struct ExpertsOf {
                 if (at_place == 0) parity ^= 1;
                 ask_next();
             }
+            marks.mark(4);
             __syncthreads();
+            marks.mark(5);
             const uint32_t outputs = p.unit_groups * wide, parts = p.chosen + (shared_tiles != 0);
             for (uint32_t o = threadIdx.x; o < outputs * parts; o += blockDim.x) {
                 const uint32_t e = o / outputs, n = o - e * outputs;
@@ -321,6 +332,7 @@ struct ExpertsOf {
             second = !second;
             partials = at<float>(p.partials_at) + (second ? (n_tiles + shared_tiles) * kLanes : 0);
         }
+        marks.mark(6);
     }
 
     // The shared expert's units of a row, made int8 behind those of the routed ones.

@@ -147,6 +147,7 @@ struct Gemv {
         chunks = (p.groups + p.per_block - 1) / p.per_block;
         // Warps beyond those that have tiles only help with the rows.
         const bool works = warp < warps;
+        const Marks marks(1 | p.cut.slices << 4 | p.pair << 14);
         uint64_t* bars = reinterpret_cast<uint64_t*>(smem) + warp * p.stages;
         uint8_t* ring = smem + p.ring_at + (size_t)warp * p.stages * p.stage_bytes;
         if (works && lane == 0) {
@@ -182,6 +183,7 @@ struct Gemv {
         make_table<F>(smem + p.table_at);
         if (NR <= 2 && source.x != 0) ask_norm();
         pdl_wait();
+        marks.mark(2);
         if (p.late) pdl_launch();
 
         const Staged in{smem + p.q_at, smem + p.d_at, smem + p.sums_at, smem + p.floats_at, smem + p.table_at};
@@ -200,6 +202,7 @@ struct Gemv {
                     stage(at.part, row, rows);
                 }
                 __syncthreads();
+                if (staged == 0xffffffffu) marks.mark(3);
                 staged = at.part;
             }
             for (; works && in_step(at); next(at)) {
@@ -211,7 +214,9 @@ struct Gemv {
                 if (at_place == 0) parity ^= 1;
                 ask();
             }
+            if (at.step == first) marks.mark(4);
             __syncthreads();
+            marks.mark(5);
             const uint32_t wide = p.cut.group_rows(), outputs = p.per_block * wide;
             for (uint32_t o = threadIdx.x; o < outputs * rows; o += blockDim.x) {
                 const uint32_t r = NR == 1 ? 0 : o / outputs, n = NR == 1 ? o : o % outputs;
@@ -233,6 +238,7 @@ struct Gemv {
             second = !second;
             partials = reinterpret_cast<float*>(smem + p.partials_at) + (second ? items * NR * kLanes : 0);
         }
+        marks.mark(6);
     }
 };
 

@@ -60,6 +60,7 @@ __device__ __forceinline__ void router_few(unsigned* ids, float* weights, unsign
     __shared__ Chosen found[kFewRows];
     __shared__ __align__(16) unsigned assigned[kFewRows * kMaxChosen];
     __shared__ bool last;
+    const Marks marks(5);
     pdl_launch();
     const int t = threadIdx.x, warp = t / 32, lane = t % 32, chunk = warp % CHUNKS;
     const unsigned blocks = gridDim.x - (mixing != nullptr);
@@ -76,6 +77,7 @@ __device__ __forceinline__ void router_few(unsigned* ids, float* weights, unsign
     for (int j = 0; j < kChunkReads; ++j) w[j] = load_early(from + 32 * j);
     if (t < CHUNKS) prefetch(h + t * kSumChunk);
     pdl_wait();
+    marks.mark(2);
     const float* x = h + chunk * kSumChunk;
     if (rows == 1) {
         dots<1>(&sums[0][warp / CHUNKS][chunk], kExperts * CHUNKS, w, x, kHidden, 0, rows);
@@ -84,6 +86,7 @@ __device__ __forceinline__ void router_few(unsigned* ids, float* weights, unsign
             dots<2>(&sums[0][warp / CHUNKS][chunk], kExperts * CHUNKS, w, x, kHidden, r, rows);
     }
     __syncthreads();
+    marks.mark(3);
     if (t < (int)rows * kExperts) {
         const unsigned r = t / kExperts, e = blockIdx.x * kExperts + t % kExperts;
         float logit = 0.0f;
@@ -99,6 +102,7 @@ __device__ __forceinline__ void router_few(unsigned* ids, float* weights, unsign
     const uint2* info = reinterpret_cast<const uint2*>(infos + (lane < (int)rows ? lane : 0));
     const unsigned live = __ballot_sync(kFullWarp, __ldcg(info).x != 0), token = __ldcg(info + 1).y;
     __syncthreads();
+    marks.mark(4);
     if (!last) return;
     __threadfence();
     for (unsigned i = t; i < rows * experts; i += blockDim.x) all[i] = __ldcg(scores + i);
@@ -119,7 +123,9 @@ __device__ __forceinline__ void router_few(unsigned* ids, float* weights, unsign
         }
     }
     __syncthreads();
+    marks.mark(5);
     moe::assign_few(order, bounds, assigned, rows * chosen, experts);
+    marks.mark(6);
 }
 
 }  // namespace
