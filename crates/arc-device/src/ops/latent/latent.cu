@@ -89,6 +89,13 @@ __device__ __forceinline__ uint32_t decode_factor(uint32_t scale, uint32_t& rest
     return scale == kPoison ? 0x7fc07fc0u : first << 7 | first << 23;
 }
 
+// Whole lines from this block's shared memory to another's, whose `bar` counts them.
+__device__ __forceinline__ void send_lines(uint32_t to, uint32_t from, uint32_t bytes, uint32_t bar) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "r"(from),
+                 "r"(bytes), "r"(bar)
+                 : "memory");
+}
+
 __device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
@@ -204,19 +211,19 @@ __device__ __forceinline__ void put(const LatentArgs& a, size_t at, uint32_t dim
     }
 }
 
-// Merges the block's share of every split, a head a warp. part(split, ml, x): maximum and sum of the split and the lane's
-// fours; they come a few at a time.
-template <uint32_t TOGETHER, typename Part>
-__device__ __forceinline__ void merge(const LatentArgs& a, size_t at, uint32_t dim, uint32_t share, uint32_t splits, float sink,
+// Merges the block's share of every split, a head a warp, ITEMS fours a lane. part(split, ml, x): maximum and sum of the split
+// and the lane's fours; they come a few at a time.
+template <uint32_t TOGETHER, uint32_t ITEMS, typename Part>
+__device__ __forceinline__ void merge_items(const LatentArgs& a, size_t at, uint32_t dim, uint32_t share, uint32_t splits, float sink,
                                       const float* angles, Part part) {
     const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quads = dim / 4;
     const uint32_t heads = min(kHeads, a.heads - blockIdx.y * kHeads);
-    float y[kItems][4], m = -ARC_INF, l = 0.0f;
+    float y[ITEMS][4], m = -ARC_INF, l = 0.0f;
 #pragma unroll
-    for (uint32_t k = 0; k < kItems; ++k) y[k][0] = y[k][1] = y[k][2] = y[k][3] = 0.0f;
+    for (uint32_t k = 0; k < ITEMS; ++k) y[k][0] = y[k][1] = y[k][2] = y[k][3] = 0.0f;
     for (uint32_t first = 0; first < splits; first += TOGETHER) {
         float2 ml[TOGETHER];
-        float4 x[TOGETHER][kItems];
+        float4 x[TOGETHER][ITEMS];
 #pragma unroll
         for (uint32_t s = 0; s < TOGETHER; ++s) part(min(first + s, splits - 1), ml[s], x[s]);
 #pragma unroll
@@ -226,7 +233,7 @@ __device__ __forceinline__ void merge(const LatentArgs& a, size_t at, uint32_t d
             join(m, ml[s].x, keep, add);
             l = joined(l, keep, ml[s].y, add);
 #pragma unroll
-            for (uint32_t k = 0; k < kItems; ++k) {
+            for (uint32_t k = 0; k < ITEMS; ++k) {
                 const float v[4] = {x[s][k].x, x[s][k].y, x[s][k].z, x[s][k].w};
 #pragma unroll
                 for (uint32_t e = 0; e < 4; ++e) y[k][e] = joined(y[k][e], keep, v[e], add);
@@ -234,20 +241,25 @@ __device__ __forceinline__ void merge(const LatentArgs& a, size_t at, uint32_t d
         }
     }
     const float factor = finish(m, l, sink);
-    uint32_t h[kItems], quad[kItems];
-    bool there[kItems];
+    uint32_t h[ITEMS], quad[ITEMS];
+    bool there[ITEMS];
 #pragma unroll
-    for (uint32_t k = 0; k < kItems; ++k) {
+    for (uint32_t k = 0; k < ITEMS; ++k) {
         h[k] = warp, quad[k] = blockIdx.x * share + min(lane + 32 * k, share - 1);
         there[k] = lane + 32 * k < share && warp < heads && quad[k] < quads;
 #pragma unroll
         for (uint32_t e = 0; e < 4; ++e) y[k][e] = __fmul_rn(y[k][e], factor);
     }
+    put(a, at, dim, angles, y, h, quad, there);
+}
+
+template <uint32_t TOGETHER, typename Part>
+__device__ __forceinline__ void merge(const LatentArgs& a, size_t at, uint32_t dim, uint32_t share, uint32_t splits, float sink,
+                                      const float* angles, Part part) {
     if (share > 32) {
-        put(a, at, dim, angles, y, h, quad, there);
+        merge_items<TOGETHER, kItems>(a, at, dim, share, splits, sink, angles, part);
     } else {
-        float one[1][4] = {{y[0][0], y[0][1], y[0][2], y[0][3]}};
-        put(a, at, dim, angles, one, h, quad, there);
+        merge_items<TOGETHER, 1>(a, at, dim, share, splits, sink, angles, part);
     }
 }
 
@@ -499,7 +511,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         cluster_wait();
         // The block's share of every split's sums, and their weights.
         const uint32_t fours = min(share, quads - min(quads, blockIdx.x * share));
-        if (thread == 0) parcel_expect(&parcel, splits * kHeads * (16 * fours + 8));
+        if (thread == 0) parcel_expect(&parcel, splits * kHeads * (fours != 0 ? 4 * share_stride + 8 : 8));
     }
     for (uint32_t split = blockIdx.x; split < splits; split += gridDim.x) {
         const uint32_t here = min(split_rows, list.n - split * split_rows);
@@ -522,6 +534,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                 // `angles` are there.
                 __syncthreads();
                 cut_queries();
+                marks.mark(7);
             }
             __syncthreads();
             marks.mark(3);
@@ -665,12 +678,11 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                 for (uint32_t j = 0; j < 2; ++j) {
                     const uint32_t e = (first_pair + i) * 16 + 8 * j + 2 * (lane & 3);
                     if (local) {
-                        // To the block that merges these values.
-                        const uint32_t block = (first_pair + i) * 4 / share, bar = in_block(shared_at(&parcel), block);
-                        const float* to = received + (split * kHeads + low) * share_stride + e - block * share * 4;
-                        const uint32_t at = in_block(shared_at(to), block);
-                        send2(at, bar, o[i][j][0], o[i][j][1]);
-                        send2(at + 4 * 8 * share_stride, bar, o[i][j][2], o[i][j][3]);
+                        // Where the scores were, for the block that merges these values.
+                        const uint32_t block = (first_pair + i) * 4 / share;
+                        float* to = scores + (block * kHeads + low) * share_stride + e - block * share * 4;
+                        *reinterpret_cast<float2*>(to) = make_float2(o[i][j][0], o[i][j][1]);
+                        *reinterpret_cast<float2*>(to + 8 * share_stride) = make_float2(o[i][j][2], o[i][j][3]);
                     } else {
                         if (low < heads) *reinterpret_cast<float2*>(parts + low * to_next + e) = make_float2(o[i][j][0], o[i][j][1]);
                         if (high < heads) *reinterpret_cast<float2*>(parts + high * to_next + e) = make_float2(o[i][j][2], o[i][j][3]);
@@ -678,7 +690,16 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                 }
             }
         }
-        if (local) break;
+        if (local) {
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            __syncthreads();
+            if (thread * share < quads && thread < gridDim.x) {
+                const uint32_t heads_of = kHeads * share_stride;
+                send_lines(in_block(shared_at(received + split * heads_of), thread), shared_at(scores + thread * heads_of), 4 * heads_of,
+                           in_block(shared_at(&parcel), thread));
+            }
+            break;
+        }
         if (thread < heads) {
             *reinterpret_cast<float2*>(parts + thread * to_next + dim) = make_float2(part_m[thread], part_l[thread]);
         }
@@ -716,15 +737,18 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     // The cluster's blocks merge, each its share.
     parcel_wait(&parcel);
     marks.mark(5);
-    merge<2>(a, out_at, dim, share, splits, sink_of[warp], angles, [&](uint32_t split, float2& ml, float4(&x)[kItems]) {
+    // What a block has sent is read from its shared memory until everybody has received everything.
+    cluster_arrive_relaxed();
+    merge<PLANES == 1 ? 2 : 1>(a, out_at, dim, share, splits, sink_of[warp], angles, [&](uint32_t split, float2& ml, auto& x) {
         ml = weight_of[split][warp];
 #pragma unroll
-        for (uint32_t k = 0; k < kItems; ++k) {
+        for (uint32_t k = 0; k < sizeof(x) / sizeof(float4); ++k) {
             const uint32_t i = min(lane + 32 * k, share - 1);
             x[k] = *reinterpret_cast<const float4*>(received + (split * kHeads + warp) * share_stride + 4 * i);
         }
     });
     marks.mark(6);
+    cluster_wait();
 }
 
 }  // namespace
@@ -751,11 +775,11 @@ extern "C" __global__ void __launch_bounds__(512, 1) latent_merge(LatentArgs a, 
     if (splits > a.most_splits) return;
     const float* parts = a.parts + ((size_t)r * a.heads + min(first_head + warp, a.heads - 1)) * a.most_splits * (a.dim + 2);
     const size_t at = ((size_t)r * a.heads + first_head) * a.dim;
-    merge<8>(a, at, a.dim, share, splits, sink_of[warp], angles, [&](uint32_t split, float2& ml, float4(&x)[kItems]) {
+    merge<8>(a, at, a.dim, share, splits, sink_of[warp], angles, [&](uint32_t split, float2& ml, auto& x) {
         const float* part = parts + (size_t)split * (a.dim + 2);
         ml = *reinterpret_cast<const float2*>(part + a.dim);
 #pragma unroll
-        for (uint32_t k = 0; k < kItems; ++k) {
+        for (uint32_t k = 0; k < sizeof(x) / sizeof(float4); ++k) {
             const float* from = part + 4 * min(blockIdx.x * share + min(lane + 32 * k, share - 1), a.dim / 4 - 1);
             const float2 low = *reinterpret_cast<const float2*>(from), high = *reinterpret_cast<const float2*>(from + 2);
             x[k] = make_float4(low.x, low.y, high.x, high.y);
