@@ -2,9 +2,11 @@
 //! mistakes apart.
 
 use arc_device::cuda::Cuda;
+use arc_device::math::exp;
 use arc_device::ops::hc::{HcConfig, STREAMS};
 use arc_device::ops::sample::{DryConfig, SamplerConfig};
 use arc_device::ops_v4::{OpsV4, Streams};
+use arc_device::rng::draw_word;
 use arc_device::step::{
     BLOCK_TOKENS, CtxClass, Forced, Landed, Part, Row, SlotInit, StepDelta, StepKey, TOKEN_OF_SLOT, landed_flags,
     row_flags,
@@ -46,7 +48,11 @@ pub fn cases(suite: &mut Suite) {
     }
     suite.case("sample/two_parts", two_parts);
     suite.case("sample/drafts", drafts);
-    // The other mistakes move a boundary by less than random requests can see: they want inputs made for them.
+    for (mistake, edge) in [(2, fused_penalty as fn() -> Edge), (3, top_p_border), (6, draw_border)] {
+        let name = Cuda::SAMPLE_MISTAKES[mistake - 1];
+        suite.case(&format!("sample/edge/{name}"), |suite| at_edge(suite, &edge(), 0));
+        suite.mutant(&format!("sample/{name}"), |suite| at_edge(suite, &edge(), mistake as u32));
+    }
     for mistake in [1, 4, 5] {
         suite.mutant(&format!("sample/{}", Cuda::SAMPLE_MISTAKES[mistake - 1]), |suite| {
             random(suite, 1_000, 64, 12, mistake as u32)
@@ -303,6 +309,109 @@ fn random(suite: &Suite, vocab: usize, rows: usize, steps: usize, mistake: u32) 
     Ok(format!("{compared} rows, {drawn} tokens, {faults} faults"))
 }
 
+/// A request whose token turns on one unit or one rounding, which random ones do not meet: the logits of its steps.
+struct Edge {
+    sampling: SamplerConfig,
+    steps: Vec<Vec<f32>>,
+}
+
+/// Logits of tokens that nobody takes.
+const FAR: f32 = -1e4;
+
+/// The weight that a draw gives a logit below the largest by `-x`: math of sampling.md.
+fn mass(x: f32) -> u64 {
+    ((1u64 << 40) as f64 * f64::from(exp(x))) as u64
+}
+
+/// After three times the same token, penalised in two roundings it equals another, and the lower id wins; in one rounding it
+/// is less.
+fn fused_penalty() -> Edge {
+    // Three times as much is rounded down.
+    let frequency = 0.7_f32;
+    let apart = |x: &f32| (-frequency).mul_add(3.0, *x) < x - frequency * 3.0;
+    let x = (0..1024).map(|i| 2.5 + i as f32 / 1024.0).find(apart).expect("one of them is rounded differently");
+    let sampling = SamplerConfig { temperature: 0.0, frequency, ..SamplerConfig::default() };
+    let sure = vec![FAR, 100.0, FAR, FAR];
+    Edge { sampling, steps: vec![sure.clone(), sure.clone(), sure, vec![FAR, x, x - frequency * 3.0, FAR]] }
+}
+
+/// The first token has less than `top_p` of the mass, by less than one unit; the draw takes the second.
+fn top_p_border() -> Edge {
+    const ONE: u128 = 1 << 40;
+    for bits in 0x3f00_0000_u32..0x3f80_0000 {
+        let x = -f32::from_bits(bits);
+        let whole = ONE + u128::from(mass(x));
+        // A share that is an f32: 24 bits.
+        let share = (ONE << 32).div_ceil(whole).next_multiple_of(256);
+        if !(1..1 << 32).contains(&(share * whole - (ONE << 32))) {
+            continue;
+        }
+        let second = |seed: &u64| (u128::from(draw_word(*seed, 0, 0)) * whole) >> 64 >= ONE;
+        let top_p = (share as f64 / 4_294_967_296.0) as f32;
+        let seed = (1..1000).find(second).expect("a third of all draws");
+        let sampling = SamplerConfig { temperature: 1.0, seed, top_p, ..SamplerConfig::default() };
+        return Edge { sampling, steps: vec![vec![0.0, x, FAR, FAR]] };
+    }
+    unreachable!("one in 2^16 logits has such a share")
+}
+
+/// The draw falls on the end of the second token's mass, which is the beginning of the third's.
+fn draw_border() -> Edge {
+    const ONE: u64 = 1 << 40;
+    let beyond = |word: u64, before: u64| ((u128::from(word) * u128::from(before + ONE)) >> 64) as i64 - before as i64;
+    for seed in 1..1_000_000 {
+        let word = draw_word(seed, 0, 0);
+        let u = word as f64 / 2f64.powi(64);
+        if !(0.1..0.4).contains(&u) {
+            continue;
+        }
+        // The first token's mass is a little short, and the second's is what is missing.
+        let x = ((u / (1.0 - u)).ln() as f32).next_down();
+        let first = mass(x);
+        let about = beyond(word, first).max(0) as f64 / (1.0 - u);
+        let fits = |t: &u64| beyond(word, first + t) == 0;
+        let Some(second) = (about as u64..about as u64 + 3).find(fits) else { continue };
+        let ln = (second as f64 / ONE as f64).ln() as f32;
+        let near = (-8..8).map(|i| f32::from_bits(ln.to_bits().wrapping_add_signed(i)));
+        let Some(y) = near.into_iter().find(|&y| mass(y) == second) else { continue };
+        let sampling = SamplerConfig { temperature: 1.0, seed, ..SamplerConfig::default() };
+        return Edge { sampling, steps: vec![vec![x, y, 0.0, FAR]] };
+    }
+    unreachable!("one in a few seeds has such logits")
+}
+
+/// The steps of one request, on both devices.
+fn at_edge(suite: &Suite, edge: &Edge, mistake: u32) -> Verdict {
+    let vocab = edge.steps[0].len();
+    let mut both = Both::new(suite, vocab, 1);
+    let init = SlotInit {
+        slot: 0,
+        generation: 1,
+        max_out: 50,
+        flags: 0,
+        stop_ids: Vec::new(),
+        sampling: edge.sampling.clone(),
+        blocks: vec![0, 1],
+        penalty_prompt: Vec::new(),
+        pos: 0,
+        logprobs: None,
+        prompt_top: 0,
+    };
+    let table = vec![decode_row(0, TOKEN_OF_SLOT)];
+    both.pair.stage(&StepDelta { admit: vec![init], rows: Some(table), ..StepDelta::default() });
+    let mut tokens = Vec::new();
+    for (step, logits) in edge.steps.iter().enumerate() {
+        both.write(logits);
+        for (want, got) in both.step(Part::Whole, 1, 1, mistake)? {
+            if !same(&want, &got) {
+                return Err(format!("step {step}: {want:?} wanted, {got:?}"));
+            }
+            tokens.push(want.tokens[0]);
+        }
+    }
+    Ok(format!("tokens {tokens:?}"))
+}
+
 /// A step in two parts, whose tokens the host draws of some rows, or masks.
 fn two_parts(suite: &Suite) -> Verdict {
     let (vocab, rows) = (1_000, 32);
@@ -506,5 +615,28 @@ impl<D: OpsV4 + Alloc + Readback> Drafter<D> {
             dev.sample_drafts(&mut self.logits, draft_rows)?;
         }
         dev.commit(rows, rows)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each edge is one: on the CPU, a unit or a rounding less gives another token.
+    #[test]
+    fn edges_are_found() {
+        let fused = fused_penalty();
+        let [_, x, y, _] = fused.steps[3][..] else { panic!("four logits") };
+        assert!(x - fused.sampling.frequency * 3.0 == y && (-fused.sampling.frequency).mul_add(3.0, x) < y);
+
+        let share = top_p_border();
+        let whole = (1u128 << 40) + u128::from(mass(share.steps[0][1]));
+        let p = (f64::from(share.sampling.top_p) * 4_294_967_296.0).round() as u128;
+        assert_eq!(((p * whole) >> 32, (p * whole).div_ceil(1 << 32)), (1 << 40, (1 << 40) + 1));
+
+        let drawn = draw_border();
+        let masses: Vec<u64> = drawn.steps[0].iter().map(|&x| mass(x)).collect();
+        let at = (u128::from(draw_word(drawn.sampling.seed, 0, 0)) * u128::from(masses.iter().sum::<u64>())) >> 64;
+        assert_eq!(at, u128::from(masses[0] + masses[1]));
     }
 }
