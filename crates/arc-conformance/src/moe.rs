@@ -348,8 +348,9 @@ pub fn cases(suite: &mut Suite) {
         suite.case(&format!("moe/{}", case.name()), |suite| check(suite, &case));
     }
     suite.case("moe/a row alone and among others", invariant);
-    for rows in [1, 3, 9] {
-        suite.case(&format!("moe/between two sites/{rows} rows"), |suite| between_sites(suite, rows));
+    for (rows, ffn) in [(1, 256), (1, 2048), (3, 256), (9, 256)] {
+        let case = Case::new(4096, ffn, 16, 6, rows);
+        suite.case(&format!("moe/between two sites/{rows} rows of {ffn} units"), |suite| between_sites(suite, &case));
     }
     suite.case("moe/clamps", |suite| clamps(suite, |gate, limit| gate.min(limit)));
     suite.mutant("moe/gate clamped on both sides", |suite| clamps(suite, |gate, limit| gate.clamp(-limit, limit)));
@@ -428,11 +429,10 @@ fn run_with<D: Steps + Alloc + Readback + Landing>(dev: &mut D, case: &Case, h: 
 
 /// Three sites with experts between the last two: the gate may do what the site before has put off, products read what the
 /// site left for them, and the last site reads their sum.
-fn between_sites(suite: &Suite, rows: usize) -> Verdict {
-    let case = Case::new(4096, 256, 16, 6, rows);
-    let mut pair = suite.pair(limits(rows, 32));
-    let want = sites(&mut pair.cpu, &case).map_err(|error| error.to_string())?;
-    let got = sites(&mut pair.gpu, &case).map_err(|error| error.to_string())?;
+fn between_sites(suite: &Suite, case: &Case) -> Verdict {
+    let mut pair = suite.pair(limits(case.rows, 32));
+    let want = sites(&mut pair.cpu, case).map_err(|error| error.to_string())?;
+    let got = sites(&mut pair.gpu, case).map_err(|error| error.to_string())?;
     all(want.iter().zip(&got).map(|(want, got)| equal_or_nan(want, got)))
 }
 

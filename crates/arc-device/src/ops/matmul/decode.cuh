@@ -82,14 +82,20 @@ __device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high, uint32_
     return r;
 }
 
-// Eight values of IQ2_XXS, group g of a block: two words of signed bytes.
-__device__ __forceinline__ uint2 iq2(uint32_t index, uint32_t signs, int g, const uint32_t* patterns) {
-    // The signs of values 0 to 6 at bit 2 of their nibbles, where one turns the selector to the negatives; the eighth makes
-    // the number of negatives even: the product counts the others in its top nibble.
-    const uint32_t seven = (g < 2 ? signs << (2 - g) : signs >> (g - 2)) & 0x04444444u;
-    const uint32_t eight = seven ^ ((seven * 0x11111111u) & 0x40000000u);
-    const uint32_t at = patterns[permute(index, 0, 0x4440 | g)] | eight;
-    return make_uint2(permute(0x002b1908u, 0x00d5e7f8u, at), permute(0x002b1908u, 0x00d5e7f8u, at >> 16));
+// The signs of a block of IQ2_XXS: bit g of nibble i is that of value 8g + i.
+__device__ __forceinline__ uint32_t iq2_signs(uint32_t changes) { return (changes & 0x0fffffffu) ^ (changes << 4); }
+
+// Eight values of IQ2_XXS, group g of a block: two words of signed bytes. `patterns`: in shared memory, an entry every STRIDE
+// bytes. `low`: kMagnitudes, for those who want it in a register.
+constexpr uint32_t kMagnitudes = 0x002b1908u;
+template <uint32_t STRIDE>
+__device__ __forceinline__ uint2 iq2(uint32_t index, uint32_t signs, int g, uint32_t patterns, uint32_t low) {
+    // The unit of dot products has nothing to do yet: it takes the index out of its word, and an entry's upper half.
+    const uint32_t entry = __dp4a(index, STRIDE << (8 * g), patterns);
+    // At bit 2 of its nibble a sign turns the selector to the negatives.
+    const uint32_t sign = (g < 2 ? signs << (2 - g) : signs >> (g - 2)) & 0x44444444u;
+    const uint32_t at = *reinterpret_cast<const uint32_t*>(__cvta_shared_to_generic(entry)) | sign;
+    return make_uint2(permute(low, 0x00d5e7f8u, at), permute(low, 0x00d5e7f8u, __dp2a_lo(at, 0x0100u, 0u)));
 }
 
 // The scale of a block of IQ2_XXS, of d / 8 of the row and the block's signs: d8 (2 s + 1), s their top four bits. An eighth
@@ -220,18 +226,19 @@ __device__ __forceinline__ void each_block(const uint8_t* tile, int lane, int bl
         }
     } else if constexpr (F == IQ2_XXS) {
         const float d8 = __fmul_rn(load_half(tile + 4 * 512 + 2 * lane), 0.125f);
+        const uint32_t table = (uint32_t)__cvta_generic_to_shared(patterns);
 #pragma unroll
         for (int b = 0; b < 8; b += 2) {
             const uint4 v = load16(wide + (b / 2) * 512);
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const uint32_t index = word(v, 2 * e), signs = word(v, 2 * e + 1);
+                const uint32_t index = word(v, 2 * e), changes = word(v, 2 * e + 1), signs = iq2_signs(changes);
 #pragma unroll
                 for (int g = 0; g < 4; ++g) {
-                    const uint2 two = iq2(index, signs, g, patterns);
+                    const uint2 two = iq2<4>(index, signs, g, table, kMagnitudes);
                     code[2 * g] = two.x, code[2 * g + 1] = two.y;
                 }
-                sink.block(b + e, code, iq2_scale(d8, signs), 0.0f);
+                sink.block(b + e, code, iq2_scale(d8, changes), 0.0f);
             }
         }
     }

@@ -37,4 +37,15 @@ __device__ __forceinline__ uint32_t spread_pattern(uint32_t x) {
     return (x | x << 2) & 0x33333333u;
 }
 
+// A copy for every lane, so that lanes meet different banks: that of lane l begins at word l, an entry every 32.
+// By all threads of a block.
+__device__ __forceinline__ void copy_patterns(uint32_t* to, uint32_t threads) {
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < 256; i += threads) {
+        const uint32_t v = spread_pattern(kPatterns[i]);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) reinterpret_cast<uint4*>(to)[i * 8 + (i + k) % 8] = make_uint4(v, v, v, v);
+    }
+}
+
 }  // namespace arc

@@ -25,7 +25,8 @@
 //   crumbs    bits 2t of byte b of word a: value 4 (4a + t) + b
 //   bits      bit j of byte b: value 4j + b
 //   mxfp4     nibble n of word i: value 8i + n
-//   signs     bit g of nibble i: sign of value 8g + i; nibble 7 is the scale of the 32 values
+//   signs     bit g of nibble i: whether an odd number of the values 8g .. 8g + i is negative, of all eight an even one is;
+//             nibble 7 is the scale of the 32 values
 //   head      scale and minimum (f16), low nibbles of the 8 scales, of the 8 minimums, upper two bits of both
 #pragma once
 

@@ -145,11 +145,10 @@ struct Coded {
             const uint2 v = codes(b, b / 2);
             const uint32_t index = v.x, signs = v.y;
             // As iq2 of decode.cuh, the signs at bit 2 of their nibbles.
-            const uint32_t seven = __funnelshift_l(signs, signs, 2 - t) & 0x04444444u;
-            const uint32_t eight = seven ^ ((seven * 0x11111111u) & 0x40000000u);
-            const uint32_t selector = load4(patterns + permute(index, 0, 0x4440 | t) * (4 * kLanes)) | eight;
-            low = permute(0x002b1908u, 0x00d5e7f8u, selector);
-            high = permute(0x002b1908u, 0x00d5e7f8u, selector >> 16);
+            const uint32_t all = iq2_signs(signs), sign = __funnelshift_l(all, all, 2 - t) & 0x44444444u;
+            const uint32_t selector = load4(patterns + permute(index, 0, 0x4440 | t) * (4 * kLanes)) | sign;
+            low = permute(kMagnitudes, 0x00d5e7f8u, selector);
+            high = permute(kMagnitudes, 0x00d5e7f8u, selector >> 16);
             s.d = iq2_scale(d, signs);
         } else if constexpr (F == Q2_K) {
             const uint2 v = codes(b, 1 + b / 2);
@@ -394,22 +393,11 @@ __device__ __forceinline__ void multiply(const uint8_t* weights, const uint8_t* 
     }
 }
 
-// Copies of the patterns, so that lanes meet different banks.
-template <int THREADS>
-__device__ __forceinline__ void copy_patterns(uint32_t* to) {
-#pragma unroll
-    for (int first = 0; first < 256; first += THREADS) {
-        const uint32_t i = first + threadIdx.x, v = spread_pattern(kPatterns[i]);
-#pragma unroll
-        for (int k = 0; k < 8; ++k) reinterpret_cast<uint4*>(to)[i * 8 + (i + k) % 8] = make_uint4(v, v, v, v);
-    }
-}
-
 // What every block begins with: its patterns, then the wait, then its tables and rows `row .. end`. False where it has none.
 template <uint32_t F, int THREADS, typename Tables>
 __device__ __forceinline__ bool begin(const Product& p, Tables& tables, uint8_t* patterns, uint32_t most, uint32_t& row, uint32_t& end) {
     pdl_launch();
-    if constexpr (F == IQ2_XXS) copy_patterns<THREADS>(reinterpret_cast<uint32_t*>(patterns));
+    if constexpr (F == IQ2_XXS) copy_patterns(reinterpret_cast<uint32_t*>(patterns), THREADS);
     pdl_wait();
     if (!tables.fill(p, F, most, row, end)) return false;
     __syncthreads();

@@ -167,8 +167,11 @@ __device__ void pack(uint32_t f, const uint8_t* b, const Unit& u) {
                 uint32_t w[4];
                 for (int e = 0; e < 2; ++e) {
                     const uint32_t signs = read4(b + 2 + 8 * (s + e) + 4);
-                    uint32_t moved = signs & 0xf0000000u;
-                    for (int i = 0; i < 28; ++i) moved |= (signs >> i & 1u) << (4 * (i % 7) + i / 7);
+                    uint32_t moved = signs & 0xf0000000u, odd = 0;
+                    for (int i = 0; i < 28; ++i) {
+                        odd = (i % 7 == 0 ? 0 : odd) ^ (signs >> i & 1u);
+                        moved |= odd << (4 * (i % 7) + i / 7);
+                    }
                     w[2 * e] = read4(b + 2 + 8 * (s + e)), w[2 * e + 1] = moved;
                 }
                 u.put16(s / 2, w[0], w[1], w[2], w[3]);

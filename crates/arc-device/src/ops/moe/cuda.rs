@@ -12,6 +12,8 @@ use crate::{MemoryClass, ModelShape};
 pub(crate) struct Workspace {
     /// `[rows * chosen, hidden]`: what every assignment adds to its row.
     products: Option<CudaBuf<f32>>,
+    /// The address of the shared expert's units, which the next `up` computes along.
+    due: Option<u64>,
 }
 
 impl Workspace {
@@ -21,7 +23,7 @@ impl Workspace {
             return Ok(Workspace::default());
         }
         let len = dev.limits.rows * shape.gathered;
-        Ok(Workspace { products: Some(dev.take("experts' products", MemoryClass::Workspace, len)?) })
+        Ok(Workspace { products: Some(dev.take("experts' products", MemoryClass::Workspace, len)?), due: None })
     }
 }
 
@@ -36,9 +38,15 @@ pub(crate) fn ffn_in(
 ) -> Result<()> {
     assert!(ws.shared.len() >= rows * cfg.ffn, "units of {rows} rows");
     dev.counters.weight_bytes += 4 * w.gate.len() as u64;
+    let from = Source::of(h, cfg.hidden).rounded(cfg.inputs);
+    let along = dev.takes_shared(&w.up, &w.shared_up, from, &assigned(ws, cfg, rows))?;
+    dev.moe.due = along.then_some(ws.shared.ptr());
     router::cuda::choose(dev, ws, h, w, cfg, rows)?;
+    if along {
+        return Ok(());
+    }
     let out = Out { at: ws.shared.ptr(), stride: cfg.ffn, then: Then::ClampedSilu { limit: cfg.limit } };
-    dev.product_of(&w.shared_up, Source::of(h, cfg.hidden).rounded(cfg.inputs), out, rows)
+    dev.product_of(&w.shared_up, from, out, rows)
 }
 
 /// What [`crate::ops_v4::OpsV4::experts_up`] does.
@@ -53,12 +61,14 @@ pub(crate) fn up(
     assert!(ws.mid.len() >= rows * cfg.router.chosen * cfg.ffn, "units of {rows} rows");
     let from = Source::of(h, cfg.hidden).rounded(cfg.inputs);
     let to = assigned(ws, cfg, rows);
+    let due = dev.moe.due.take().filter(|at| *at == ws.shared.ptr());
     let units = Units {
         limit: cfg.limit,
         mid: ws.mid.ptr(),
         by_assignment: products(dev, cfg, rows),
         down: &w.down,
         next: Source::of(&ws.mid, cfg.ffn).rounded(cfg.inputs),
+        shared: due.map(|at| (&w.shared_up, at)),
     };
     if dev.experts_up(&w.up, from, &units, &to)? {
         return Ok(());
