@@ -264,6 +264,7 @@ impl Cuda {
 
     /// Launches a kernel: the only place that does. It may start while the kernel before it runs.
     pub(crate) fn launch(&mut self, kernel: Kernel, grid: Grid, args: &[Arg<'_>]) -> Result<()> {
+        self.launch_held()?;
         self.launch_with(kernel, grid, args, true)
     }
 
@@ -335,12 +336,14 @@ impl Cuda {
     fn enqueue(&mut self, key: StepKey, body: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<()> {
         (self.part, self.ctx) = (key.part, key.ctx);
         (self.rows, self.settles, self.drafting) = (key.rows as usize, key.drafts > 0, false);
+        self.forget_held();
         let view = self.view();
         let threads = key.rows.next_multiple_of(32).clamp(32, 1024);
         let grid = Grid::new(1, threads).shared(12 * self.limits.slots as u32);
         let stamp = u32::from(key.part != Part::Sample);
         self.launch(kernel!("step_begin"), grid, args![&view, key.rows, stamp])?;
-        body(self)
+        body(self)?;
+        self.launch_held()
     }
 
     /// Rows of the step that is being enqueued.
@@ -400,7 +403,7 @@ impl Cuda {
         (self.part, self.ctx) = (key.part, key.ctx);
         self.enqueue(key, &mut |_| Ok(()))?;
         self.driver.begin_capture()?;
-        let done = (0..repeats).try_for_each(|_| body(self));
+        let done = (0..repeats).try_for_each(|_| body(self)).and_then(|()| self.launch_held());
         let graph = self.driver.end_capture();
         done?;
         let graph = graph?;

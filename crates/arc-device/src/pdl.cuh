@@ -1,6 +1,8 @@
 // Programmatic dependent launch: a kernel may start while the one before it still runs.
 #pragma once
 
+#include <cstdint>
+
 #ifdef ARC_TRACE
 // Where kernels leave the times at which they begin, in the order in which they run: how many there are (u32), room for
 // them (u32), then nanoseconds. 0: nowhere. See cuda/trace.rs.
@@ -59,5 +61,15 @@ __device__ __forceinline__ void pdl_wait() {
 
 // Lets the next kernel start as soon as there is room for it. It still waits, in its own pdl_wait, for this one's end.
 __device__ __forceinline__ void pdl_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Counts arrivals of blocks: who sees one sees what was written before it.
+__device__ __forceinline__ void arrive(uint32_t* count) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
+}
+__device__ __forceinline__ uint32_t arrived(const uint32_t* count) {
+    uint32_t n;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(n) : "l"(count) : "memory");
+    return n;
+}
 
 }  // namespace arc

@@ -4,7 +4,6 @@ use super::{Cuda, Grid, args, kernel};
 use crate::Norm;
 use crate::error::Result;
 use crate::ops::hc::{self, HcConfig, STREAMS};
-use crate::ops::matmul::cuda::{Out, Source, Then};
 use crate::ops::moe;
 use crate::ops::quant::Inputs;
 use crate::ops_v4::{
@@ -92,8 +91,7 @@ impl OpsV4 for Cuda {
         layer: &LatentLayer<'_, Self>,
         rows: usize,
     ) -> Result<()> {
-        let source = Source::of(&ws.grouped, w.out_b.cols).rounded(layer.inputs);
-        self.product_of(&w.out_b, source, Out { at: out.ptr(), stride: w.out_b.rows, then: Then::Store }, rows)
+        self.latent_out_b(out, ws, w, layer, rows)
     }
 
     fn ffn_in(

@@ -90,8 +90,10 @@ pub(crate) struct LatentArgs {
     eps: f32,
     scale: f32,
     apart: u32,
+    counts: u64,
+    due: u32,
 }
-const _: () = assert!(size_of::<LatentArgs>() == 312);
+const _: () = assert!(size_of::<LatentArgs>() == 328);
 
 /// Memory of latent attention.
 #[derive(Default)]
@@ -243,6 +245,8 @@ impl Cuda {
             eps: att.eps,
             scale: att.scale,
             apart: 0,
+            counts: 0,
+            due: 0,
         })
     }
 
@@ -263,9 +267,10 @@ impl Cuda {
     ) -> Result<()> {
         let source = Source::of(h, w.low.cols);
         let low = (&w.low, source.rounded(layer.inputs), stored(&ws.low, &w.low));
-        let Some(pool) = &w.pool else { return self.product_of(low.0, low.1, low.2, rows) };
+        let Some(pool) = &w.pool else { return self.hold(|dev| dev.product_of(low.0, low.1, low.2, rows)) };
         // Compressors and index weights read what is not rounded.
-        self.product_both(low, (&pool.matrix, source, stored(&ws.pool, &pool.matrix)), rows)
+        let pool = (&pool.matrix, source, stored(&ws.pool, &pool.matrix));
+        self.hold(|dev| dev.product_both(low, pool, rows))
     }
 
     /// The stage `attn_q_kv`.
@@ -282,10 +287,16 @@ impl Cuda {
         let norm = Norm { weight: &w.q_norm, eps: att.eps };
         let source = Source { stride: layer.q_rank + att.dim, ..Source::of(&ws.low, layer.q_rank) }.normed(norm);
         let index = w.pool.as_ref().and_then(|pool| pool.index.as_ref()).filter(|_| select && layer.index.is_some());
+        let plain = rows == 1 && index.is_none() && rounding(layer.inputs, &w.q_b) == Inputs::F32;
+        let pool = w.pool.as_ref().map(|pool| &pool.matrix);
+        let norm = Norm { weight: &w.q_norm, eps: att.eps };
+        let followed = plain && self.follow_normed((&w.low, pool), &ws.low, norm, &w.q_b, &ws.q)?;
         // The last product is that of the queries: `latent_rows` runs beside it.
         let q = stored(&ws.q, &w.q_b);
         let alike = |index: &&IndexWeights<Cuda>| rounding(layer.inputs, &index.q_b) == rounding(layer.inputs, &w.q_b);
-        if let Some(index) = index.filter(|index| alike(index) && !makes_inputs(rows)) {
+        if followed {
+            // The queries came with `attn_in`.
+        } else if let Some(index) = index.filter(|index| alike(index) && !makes_inputs(rows)) {
             self.prepare_both(&w.q_b, &index.q_b, source.rounded(rounding(layer.inputs, &w.q_b)), rows)?;
             self.product(&index.q_b, stored(&ws.index_q, &index.q_b), rows)?;
             self.late(|dev| dev.product(&w.q_b, q, rows))?;
@@ -296,7 +307,8 @@ impl Cuda {
             }
             self.late(|dev| dev.product_of(&w.q_b, source.rounded(layer.inputs), q, rows))?;
         }
-        let args = self.latent_args(ws, state, Some(w), layer, select, rows)?;
+        let (due, counts) = self.matmul.take_due();
+        let args = LatentArgs { due, counts, ..self.latent_args(ws, state, Some(w), layer, select, rows)? };
         let view = self.view();
         let grid = Grid::xy(3 + args.index_heads.div_ceil(4), rows as u32, 128);
         self.launch(kernel!("latent_rows"), grid, &[Arg::of(&args), Arg::of(&view)])
@@ -372,7 +384,24 @@ impl Cuda {
         let source = Source { x: turned, ..Source::of(&ws.out, cols) }.rounded(out_a_inputs(layer));
         let out = Out { at: ws.grouped.ptr(), stride: att.groups * att.group_out, then: Then::Store };
         let leave = rounding(layer.inputs, &w.out_b) == Inputs::F32 && !w.out_b.reads().floats;
-        self.product_parts(&w.out_a, source, out, rows, leave)
+        self.hold(|dev| dev.product_parts(&w.out_a, source, out, rows, leave))
+    }
+
+    /// The stage `attn_out_b`.
+    pub(crate) fn latent_out_b(
+        &mut self,
+        out: &CudaBuf<f32>,
+        ws: &LatentWork<Cuda>,
+        w: &LatentWeights<Cuda>,
+        layer: &LatentLayer<'_, Cuda>,
+        rows: usize,
+    ) -> Result<()> {
+        let plain = rows == 1 && rounding(layer.inputs, &w.out_b) == Inputs::F32;
+        if plain && self.follow(&w.out_a, &ws.grouped, &w.out_b, out)? {
+            return Ok(());
+        }
+        let source = Source::of(&ws.grouped, w.out_b.cols).rounded(layer.inputs);
+        self.product_of(&w.out_b, source, stored(out, &w.out_b), rows)
     }
 }
 

@@ -11,7 +11,8 @@
 // table are there, and latent_rows does its work while the product runs. It lets its successor start when it is done, and
 // ends after the product. So when a block of latent_attend or index_score starts, all rows that it will read are there too,
 // and it brings them before its wait; only queries and choices come after. What may be read early is read past the first
-// cache.
+// cache. Of one row, the products before may be in that launch too (follow.cu); latent_rows starts with it then, and waits
+// until their blocks have arrived.
 #include "ops/latent/latent.cuh"
 #include "ops/matmul/quantise.cuh"
 #include "pdl.cuh"

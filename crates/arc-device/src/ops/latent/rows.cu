@@ -101,6 +101,12 @@ extern "C" __global__ void __launch_bounds__(128) latent_rows(LatentArgs a, Step
     // Products over more rows let their successor start before their own wait.
     const bool ahead = a.n_rows <= kFewRows;
     if (!ahead) pdl_wait();
+    if (a.due != 0) {
+        if (threadIdx.x == 0) {
+            while (arrived(a.counts + 1) < a.due) {}
+        }
+        __syncthreads();
+    }
     const RowInfo info = info_early(view, r);
     if (blockIdx.x < 2) {
         const PoolArgs& c = blockIdx.x == 0 ? a.rows : a.keys;
@@ -128,6 +134,10 @@ extern "C" __global__ void __launch_bounds__(128) latent_rows(LatentArgs a, Step
     __syncthreads();
     marks.mark(2);
     pdl_launch();
+    // Who leaves last prepares the next launch.
+    if (a.due != 0 && threadIdx.x == 0 && atomicAdd(a.counts + 2, 1u) + 1 == gridDim.x * gridDim.y) {
+        a.counts[1] = 0, a.counts[2] = 0, a.counts[0] += 1;
+    }
     if (ahead) pdl_wait();
     marks.mark(3);
 }

@@ -6,6 +6,7 @@
 //! What happens to an output on its way to memory is [`Then`].
 
 mod experts;
+mod follow;
 mod inputs;
 mod matrix;
 mod plan;
@@ -16,6 +17,7 @@ use crate::format::{Coding, Format};
 use crate::ops::glu::Activation;
 use crate::{MemoryClass, ModelShape, Norm};
 pub(crate) use experts::Units;
+pub(crate) use follow::Held;
 pub(crate) use inputs::{Codes, Reads, Source, makes_inputs};
 use inputs::{Given, InputBuffers, Ready};
 pub use matrix::CudaMatrix;
@@ -168,6 +170,14 @@ pub(crate) struct Workspace {
     units: Option<(u64, Codes)>,
     /// Whether products over few rows let their successor start only after their own wait.
     late: bool,
+    /// Whether the next product over one row is held back until it is known what follows.
+    hold: bool,
+    /// A product that the next one may share a launch with.
+    held: Option<Held>,
+    /// What blocks of one launch tell one another.
+    exchange: Option<CudaBuf<u32>>,
+    /// Arrivals that the next kernel waits for.
+    due: u32,
     /// A product that is normed before it joins the residual, `[rows, hidden]`.
     product: Option<CudaBuf<f32>>,
 }
@@ -190,6 +200,7 @@ impl Workspace {
         };
         let inputs = [inputs(rows)?, inputs(rows.min(FEW_ROWS))?];
         let product = if shape.post_norms { rows * shape.hidden } else { 0 };
+        let exchange = dev.take("activations", class, Workspace::exchange_words(cols))?;
         Ok(Workspace {
             logits: None,
             gathered: Some(dev.take("logits for the host", class, dev.limits.heads * shape.vocab)?),
@@ -198,6 +209,10 @@ impl Workspace {
             ready: None,
             units: None,
             late: false,
+            hold: false,
+            held: None,
+            exchange: Some(exchange),
+            due: 0,
             product: Some(dev.take("activations", class, product)?),
         })
     }
@@ -255,8 +270,8 @@ impl Cuda {
         self.counters.weight_bytes += (a.0.bytes() + b.0.bytes()) as u64;
         let grid = Grid::new(shape.blocks + other.blocks, shape.threads.max(other.threads));
         let grid = grid.shared(shape.shared.max(other.shared));
-        let args = &[Arg::of(&one), Arg::of(&two), Arg::from(shape.blocks)];
-        self.launch(kernel!("arc_matmul_gemv_q8_0_and_f16"), grid, args)
+        let kernel = kernel!("arc_matmul_gemv_q8_0_and_f16");
+        self.launch_or_hold(Held { kernel, grid, product: one, beside: Some((two, shape.blocks)) })
     }
 
     fn product_given(&mut self, w: &CudaMatrix, given: Given, out: Out, rows: usize) -> Result<()> {
@@ -427,6 +442,9 @@ impl Cuda {
         };
         let kernel = GEMV[format as usize][taken.ilog2() as usize];
         let grid = Grid::xy(shape.blocks, rows.div_ceil(taken) as u32, shape.threads).shared(shape.shared);
+        if source.x == 0 && rows == 1 {
+            return self.launch_or_hold(Held { kernel, grid, product, beside: None });
+        }
         self.launch(kernel, grid, &[Arg::of(&product), Arg::of(&source)])
     }
 

@@ -1,0 +1,311 @@
+//! Two products of one row in one launch, the second of what the first makes: the Rust side of follow.cu.
+//!
+//! The first is held back when its stage comes, and the second takes it along. Whatever else is launched goes behind the
+//! first.
+
+use super::matrix::CudaMatrix;
+use super::plan::{Cut, MAX_SHARED, Prepare, Product};
+use super::Workspace;
+use crate::Norm;
+use crate::cuda::{Arg, Cuda, CudaBuf, Grid, Kernel, kernel};
+use crate::error::Result;
+use crate::format::Format;
+
+/// Threads of a block: warps that multiply, and one that brings tiles.
+const THREADS: u32 = 32 * 9;
+/// Tiles that a block has room for.
+const PLACES: u32 = 22;
+/// Bytes in front of the inputs: barriers and tiles.
+const INPUTS_AT: u32 = 384 + PLACES * 8704;
+/// Columns behind a norm.
+const NORMED: usize = 1024;
+/// Rows of a group.
+const GROUP: usize = 8;
+/// Groups of a block, at most: of the first product, and of the second.
+const MOST_FIRST: u32 = 32;
+const MOST_SECOND: u32 = 64;
+/// Where the exchange has what launches with a norm share, and its bytes: numbers and a row of pairs. In front of it is the
+/// number of launches without.
+const NORMED_AT: u64 = 16;
+const NORMED_BYTES: u64 = 16 + 8 * NORMED as u64;
+/// What a block leaves of a multiprocessor's shared memory to the small blocks of the kernel after it.
+const LEFT: u32 = 3200;
+
+/// A product that was asked for and is not launched yet.
+#[derive(Clone)]
+pub(crate) struct Held {
+    pub(super) kernel: Kernel,
+    pub(super) grid: Grid,
+    pub(super) product: Product,
+    /// The product that shares its launch, and how many blocks come before those of that one.
+    pub(super) beside: Option<(Product, u32)>,
+}
+
+/// `Run` of follow.cu.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+struct Run {
+    base: u64,
+    out: u64,
+    groups: u32,
+    tiles: u32,
+    each: u32,
+    others: u32,
+}
+const _: () = assert!(size_of::<Run>() == 32);
+
+/// `Follow` of follow.cu.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct Follow {
+    first: [Run; 2],
+    second: Run,
+    q: u64,
+    d: u64,
+    floats: u64,
+    norm: u64,
+    counts: u64,
+    sent: u64,
+    eps: f32,
+    split: u32,
+    row_groups: u32,
+    cols: u32,
+    first_at: u32,
+    second_at: u32,
+}
+const _: () = assert!(size_of::<Follow>() == 168);
+
+/// A matrix whose groups stand one behind the other, all of one format, and so do its outputs.
+fn run(w: &CudaMatrix, format: Format) -> Option<Run> {
+    let (mut at, mut groups) = (w.parts.first()?.at, 0);
+    let base = at;
+    for part in &w.parts {
+        if part.format != format || part.at != at || part.rows % GROUP != 0 {
+            return None;
+        }
+        let n = w.cut.groups(part.rows);
+        at += (n * w.cut.group_bytes(format)) as u64;
+        groups += n as u32;
+    }
+    let whole = w.cut.log_c == 2 && w.cut.group_rows() == GROUP;
+    whole.then(|| Run { base, groups, tiles: w.cut.tiles() as u32, ..Run::default() })
+}
+
+/// Bytes of the inputs of rows of so many columns: int8 with scales, or f32.
+fn code_bytes(cut: &Cut) -> u32 {
+    cut.slices * (272 + 32)
+}
+
+/// How blocks share the groups of two matrices, the second beside the first, and those of a third behind both: so that
+/// the block with the most bytes has few. Returns the blocks that have the first.
+fn share(first: &mut [Run; 2], second: &mut Run, bytes: [usize; 3], blocks: u32) -> Option<u32> {
+    let mut best: Option<(usize, [u32; 5])> = None;
+    for split in 1..=blocks {
+        let others = blocks - split;
+        if (others == 0) != (first[1].groups == 0) {
+            continue;
+        }
+        let each = [first[0].groups.div_ceil(split), if others == 0 { 0 } else { first[1].groups.div_ceil(others) }];
+        // What the second waits for is in the ring when the first's inputs come.
+        if each[0] * first[0].tiles > PLACES {
+            continue;
+        }
+        let [mine, theirs] = [each[0] as usize * bytes[0], each[1] as usize * bytes[1]];
+        for more in 0..=MOST_SECOND {
+            let load = mine + more as usize * bytes[2];
+            let Some(room) = load.checked_sub(theirs) else { continue };
+            let rest = ((room / bytes[2]) as u32).min(MOST_SECOND);
+            if split * more + others * rest >= second.groups {
+                if each[0].max(each[1]) <= MOST_FIRST && best.is_none_or(|(least, _)| load < least) {
+                    best = Some((load, [split, each[0], each[1], more, rest]));
+                }
+                break;
+            }
+        }
+    }
+    let (_, [split, one, two, more, rest]) = best?;
+    (first[0].each, first[1].each, second.each, second.others) = (one, two, more, rest);
+    Some(split)
+}
+
+impl Cuda {
+    /// Runs `launch`, whose product over one row may share its launch with the next.
+    pub(crate) fn hold(&mut self, launch: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+        self.matmul.hold = true;
+        let done = launch(self);
+        self.matmul.hold = false;
+        done
+    }
+
+    /// Launches a product over one row, or holds it back.
+    pub(super) fn launch_or_hold(&mut self, held: Held) -> Result<()> {
+        self.launch_held()?;
+        self.matmul.held = Some(held);
+        if self.matmul.hold { Ok(()) } else { self.launch_held() }
+    }
+
+    /// Launches what was held back.
+    pub(crate) fn launch_held(&mut self) -> Result<()> {
+        let Some(Held { kernel, grid, product, beside }) = self.matmul.held.take() else { return Ok(()) };
+        match &beside {
+            Some((other, split)) => self.launch(kernel, grid, &[Arg::of(&product), Arg::of(other), Arg::from(*split)]),
+            None => self.launch(kernel, grid, &[Arg::of(&product), Arg::of(&Prepare::default())]),
+        }
+    }
+
+    /// Drops what was held back by a step that failed.
+    pub(crate) fn forget_held(&mut self) {
+        self.matmul.held = None;
+    }
+
+    /// `out = w * norm(x)` of one row, where `x` is the first outputs of the product held back, which was with `low` and,
+    /// beside it, with `pool`: in one launch with it. Its successor may read their outputs before it waits. `false`:
+    /// nothing was done.
+    pub(crate) fn follow_normed(
+        &mut self,
+        (low, pool): (&CudaMatrix, Option<&CudaMatrix>),
+        x: &CudaBuf<f32>,
+        norm: Norm<'_, Cuda>,
+        w: &CudaMatrix,
+        out: &CudaBuf<f32>,
+    ) -> Result<bool> {
+        let Some(held) = self.matmul.held.clone() else { return Ok(false) };
+        let due_rows = low.parts.first().map_or(0, |part| part.rows);
+        let here = held.product.out == x.ptr() && held.product.segs[0].base == low.parts[0].at;
+        let runs = run(low, Format::Q8_0).zip(run(w, Format::Q8_0));
+        let Some((mut first, mut second)) = runs.filter(|_| here && w.cols == NORMED && due_rows == NORMED) else {
+            return Ok(false);
+        };
+        let beside = match (pool, &held.beside) {
+            (None, None) => Run::default(),
+            (Some(pool), Some((product, _))) => match run(pool, Format::F16) {
+                Some(run) => Run { out: product.out, ..run },
+                None => return Ok(false),
+            },
+            _ => return Ok(false),
+        };
+        (first.out, second.out) = (held.product.out, out.ptr());
+        let mut first = [first, beside];
+        let bytes = [
+            low.cut.group_bytes(Format::Q8_0),
+            pool.map_or(0, |pool| pool.cut.group_bytes(Format::F16)),
+            w.cut.group_bytes(Format::Q8_0),
+        ];
+        let blocks = self.multiprocessors();
+        let Some(split) = share(&mut first, &mut second, bytes, blocks) else { return Ok(false) };
+        // The second's inputs may come while sums of the first are taken.
+        let second_at = code_bytes(&w.cut) + 4 * NORMED as u32;
+        let first_at = code_bytes(&low.cut).max(pool.map_or(0, |pool| pool.cut.slices * 1040)).max(second_at);
+        let partials = |run: &Run, n: u32| 128 * run.tiles * n;
+        let first_end = first_at + first.iter().map(|run| partials(run, run.each)).max().unwrap_or(0);
+        let second_end = second_at + partials(&second, second.each.max(second.others));
+        let args = Follow {
+            q: held.product.q,
+            d: held.product.d,
+            floats: held.beside.as_ref().map_or(0, |(product, _)| product.floats),
+            norm: norm.weight.ptr(),
+            counts: self.matmul.exchange(NORMED_AT),
+            sent: self.matmul.exchange(NORMED_AT) + 16,
+            eps: norm.eps,
+            split,
+            row_groups: first[0].groups,
+            cols: low.cols as u32,
+            first_at,
+            second_at,
+            first,
+            second,
+        };
+        let shared = INPUTS_AT + first_end.max(second_end);
+        if shared > MAX_SHARED - LEFT {
+            return Ok(false);
+        }
+        // A warp arrives with four groups, and one of every block in any case.
+        let arrivals = (0..blocks).map(|block| {
+            let (run, at) = if block < split { (&args.first[0], block) } else { (&args.first[1], block - split) };
+            run.groups.saturating_sub(at * run.each).min(run.each).div_ceil(4).max(1)
+        });
+        self.matmul.due = arrivals.sum();
+        self.matmul.held = None;
+        self.counters.weight_bytes += w.bytes() as u64;
+        self.launch(kernel!("arc_matmul_follow_normed"), Grid::new(blocks, THREADS).shared(shared), &[Arg::of(&args)])?;
+        Ok(true)
+    }
+
+    /// `out = w * x` of one row, where `x` is the outputs of the product held back, which was by parts with `from`: in one
+    /// launch with it. `false`: nothing was done.
+    pub(crate) fn follow(
+        &mut self,
+        from: &CudaMatrix,
+        x: &CudaBuf<f32>,
+        w: &CudaMatrix,
+        out: &CudaBuf<f32>,
+    ) -> Result<bool> {
+        let Some(held) = self.matmul.held.clone() else { return Ok(false) };
+        let product = &held.product;
+        let here = product.out == x.ptr()
+            && product.segs[0].base == from.parts[0].at
+            && product.parts as usize == from.parts.len()
+            && product.out_q != 0
+            && from.rows == w.cols;
+        let runs = run(from, Format::Q8_0).zip(run(w, Format::Q8_0)).filter(|_| here);
+        let Some((mut first, mut second)) = runs else { return Ok(false) };
+        let (processors, row_groups) = (self.multiprocessors(), product.groups);
+        // Outputs are left as int8 in blocks of four groups.
+        let fits = |each: &u32| row_groups % each == 0 && first.groups / each <= processors;
+        let Some(each) = (1..=MOST_FIRST / 4).map(|n| 4 * n).find(fits) else { return Ok(false) };
+        first.each = each;
+        let blocks = first.groups / each;
+        second.each = second.groups.div_ceil(blocks);
+        (first.out, second.out) = (product.out, out.ptr());
+        let second_at = code_bytes(&w.cut);
+        let first_at = code_bytes(&from.cut).max(second_at);
+        let first_end = first_at + 128 * first.tiles * first.each;
+        let second_end = second_at + 128 * second.tiles * second.each;
+        let shared = INPUTS_AT + first_end.max(second_end);
+        if shared > MAX_SHARED {
+            return Ok(false);
+        }
+        let args = Follow {
+            first: [first, Run::default()],
+            second,
+            q: product.q,
+            d: product.d,
+            floats: 0,
+            norm: 0,
+            counts: self.matmul.exchange(0),
+            sent: self.matmul.exchange(0) + NORMED_AT + NORMED_BYTES,
+            eps: 0.0,
+            split: blocks,
+            row_groups,
+            cols: from.cols as u32,
+            first_at,
+            second_at,
+        };
+        // Its int8 outputs go from block to block only.
+        (self.matmul.held, self.matmul.ready) = (None, None);
+        self.counters.weight_bytes += w.bytes() as u64;
+        self.launch(kernel!("arc_matmul_follow"), Grid::new(blocks, THREADS).shared(shared), &[Arg::of(&args)])?;
+        Ok(true)
+    }
+}
+
+impl Workspace {
+    /// Where blocks meet.
+    fn exchange(&self, at: u64) -> u64 {
+        self.exchange.as_ref().expect("`finish` made it").ptr() + at
+    }
+
+    /// Words of the exchange, for products of so many columns.
+    pub(super) fn exchange_words(cols: usize) -> usize {
+        (NORMED_AT + NORMED_BYTES) as usize / 4 + cols.div_ceil(32) * 12
+    }
+
+    /// Arrivals that tell of the outputs of the last first product behind a norm, and where they are counted; 0 where it
+    /// has ended.
+    pub(crate) fn take_due(&mut self) -> (u32, u64) {
+        match std::mem::take(&mut self.due) {
+            0 => (0, 0),
+            due => (due, self.exchange(NORMED_AT)),
+        }
+    }
+}
