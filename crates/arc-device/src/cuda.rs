@@ -343,7 +343,9 @@ impl Cuda {
         let stamp = u32::from(key.part != Part::Sample);
         self.launch(kernel!("step_begin"), grid, args![&view, key.rows, stamp])?;
         body(self)?;
-        self.launch_held()
+        self.launch_held()?;
+        // Nobody behind the step takes what its last site put off.
+        crate::ops::hc::cuda::settle(self)
     }
 
     /// Rows of the step that is being enqueued.

@@ -25,12 +25,11 @@ pub(crate) struct Workspace {
     partial: Option<CudaBuf<f32>>,
     /// Mixing values that the last site left scaled.
     pending: Option<Pending>,
-    /// Whether experts come after the next site that takes an output.
-    experts_next: bool,
 }
 
-/// Mixing values whose Sinkhorn iterations a site has put off. They take as long as the rest of the site, and the site
-/// after the next block is the first to read them: whatever runs meanwhile and has a warp to spare does them.
+/// Mixing values whose Sinkhorn iterations a site of few rows has put off. They take as long as the rest of the site, and
+/// the site after the next block is the first to read them: whatever runs meanwhile and has a warp to spare does them. Behind
+/// a site before attention that is `latent_rows`, behind one before experts the gate.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pending {
     /// Address of `[rows, MIXES]`.
@@ -49,7 +48,7 @@ pub(crate) fn take_pending(dev: &mut Cuda) -> Option<Pending> {
 }
 
 /// Does what the last site put off and nobody took.
-fn settle(dev: &mut Cuda) -> Result<()> {
+pub(crate) fn settle(dev: &mut Cuda) -> Result<()> {
     let Some(Pending { mixing, rows, iterations, eps }) = dev.hc.pending.take() else { return Ok(()) };
     dev.launch(kernel!("arc_hc_settle"), Grid::new(rows, 32), args![mixing, iterations, eps])
 }
@@ -107,10 +106,6 @@ pub(crate) fn site(
     assert!(streams.mixing.len() >= rows * MIXES && site.mix.len() == MIXES * STREAMS * dim, "mixing values of a site");
     assert!(site.base.len() == MIXES && site.scale.len() == 3 && norm.weight.len() == dim, "vectors of a site");
     settle(dev)?;
-    // Sites before attention and before experts take turns; the first of a step is before attention. The gate that
-    // follows a site before experts has a block to spare. Should it not follow, the next site settles.
-    let defer = matches!(incoming, Incoming::Output(_)) && dev.hc.experts_next;
-    dev.hc.experts_next = !defer;
     let (incoming, y) = match incoming {
         Incoming::Embedding(e) => (0u32, e.ptr()),
         Incoming::Output(y) => (1, y.ptr()),
@@ -122,7 +117,7 @@ pub(crate) fn site(
     dev.matmul.leave(h.ptr(), dim, rows, false, None);
     match Plan::of(cfg, rows) {
         Plan::Cluster => {
-            dev.hc.pending = defer.then_some(Pending { mixing, rows: n, iterations, eps: cfg.eps });
+            dev.hc.pending = Some(Pending { mixing, rows: n, iterations, eps: cfg.eps });
             let codes = dev.matmul.leave(h.ptr(), dim, rows, true, None);
             let grid = Grid::new(n * CLUSTER as u32, 32 * (WARPS + 1)).cluster(CLUSTER as u32);
             let args: &[Arg<'_>] = args![
@@ -138,11 +133,9 @@ pub(crate) fn site(
                 scale,
                 weight,
                 incoming,
-                iterations,
                 cfg.eps,
                 cfg.norm_eps,
-                norm.eps,
-                u32::from(defer)
+                norm.eps
             ];
             dev.launch(kernel!("arc_hc_site_cluster"), grid, args)
         }
@@ -212,7 +205,6 @@ pub(crate) fn head(
     assert!(streams.x.len() >= rows * STREAMS * dim && streams.mixing.len() >= rows * MIXES, "streams of {rows} rows");
     assert!(head.mix.len() == STREAMS * STREAMS * dim && head.base.len() == STREAMS, "weights of a head");
     settle(dev)?;
-    dev.hc.experts_next = false;
     let (x, mixing, mix) = (streams.x.ptr(), streams.mixing.ptr(), head.mix.ptr());
     let (base, scale) = (head.base.ptr(), head.scale.ptr());
     let (n, width) = (rows as u32, dim as u32);

@@ -35,15 +35,14 @@ __device__ __forceinline__ void take(float4 (&x)[kStreams], unsigned incoming, c
     }
 }
 
-// Lane i < COUNT gets the total of mixing value i times the statistic's factor, from chunk sums `sums[i * stride + c]`, the
-// squares behind the last value. Called by whole warps.
-template <int COUNT>
-__device__ __forceinline__ float raw_mix(const float* sums, int stride, int step, int chunks, float n, float eps) {
+// Lane i < COUNT gets the total of mixing value i times the statistic's factor(squares), from chunk sums
+// `sums[i * stride + c]`, the squares behind the last value. Called by whole warps.
+template <int COUNT, typename Factor>
+__device__ __forceinline__ float raw_mix(const float* sums, int stride, int step, int chunks, Factor factor) {
     const int lane = threadIdx.x & 31, row = lane <= COUNT ? lane : 0;
     float total = 0.0f;
     for (int c = 0; c < chunks; ++c) total = __fadd_rn(total, sums[row * stride + c * step]);
-    const float factor = norm_factor(__shfl_sync(kFullWarp, total, COUNT), n, eps);
-    return __fmul_rn(total, factor);
+    return __fmul_rn(total, factor(__shfl_sync(kFullWarp, total, COUNT)));
 }
 
 // `pre` of a site or of the head, in every lane, from lanes that hold scaled values.
@@ -62,7 +61,7 @@ struct Codes {
 
 constexpr int kClusterBlocks = 16;
 constexpr int kClusterDim = kClusterBlocks / kStreams * kSumChunk;
-// Warps that hold mixing rows, three each, and one for the statistic and the Sinkhorn iterations.
+// Warps that hold mixing rows, three each, and one for the statistic.
 constexpr int kMixWarps = 8;
 constexpr int kThreads = 32 * (kMixWarps + 1);
 
@@ -71,7 +70,7 @@ __device__ __forceinline__ unsigned cluster_rank() {
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ unsigned shared_at(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
@@ -114,8 +113,8 @@ __device__ __forceinline__ void send(float* local, uint64_t* bar, unsigned rank,
 template <int COUNT, int PER_WARP, bool SITE>
 __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float* streams, float* mixing_rows, const float* ys,
                                            const float* mix, const float* base, const float* scale,
-                                           const float* weight, unsigned incoming, unsigned iterations, float eps,
-                                           float norm_eps, float out_eps, unsigned defer) {
+                                           const float* weight, unsigned incoming, float eps, float norm_eps,
+                                           float out_eps) {
     constexpr unsigned dim = kClusterDim, n = kStreams * dim;
     __shared__ __align__(16) float chunk[kSumChunk], collapsed[kSumChunk], sums[COUNT + 1][kClusterBlocks + 1];
     __shared__ float squares[kStreams];
@@ -126,7 +125,7 @@ __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float
         expect(&bars[0], 4 * (COUNT + 1) * kClusterBlocks);
         if (SITE) expect(&bars[1], 4 * kStreams);
     }
-    cluster_arrive();
+    cluster_arrive_relaxed();
     const unsigned rank = cluster_rank(), k = rank / kStreams, q = rank % kStreams;
     const int t = threadIdx.x, warp = t / 32, lane = t % 32;
     const unsigned column = q * kSumChunk + 4 * t;
@@ -157,10 +156,22 @@ __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float
     pdl_wait();
     marks.mark(2);
 
-    float4 x[kStreams];
+    // Its own stream first: the mixing values wait for no other.
+    float4 x[kStreams], y;
+    Mixing m;
+    const bool takes = incoming == kOutput && t < kSumChunk / 4;
     if (t < kSumChunk / 4) {
-        take(x, incoming, xs, ys + row * dim, mixing, dim, column);
-        const float4 mine = k < 2 ? (k == 0 ? x[0] : x[1]) : (k == 2 ? x[2] : x[3]);
+        if (incoming != kNothing) y = *reinterpret_cast<const float4*>(ys + row * dim + column);
+#pragma unroll
+        for (int i = 0; i < kStreams; ++i) {
+            x[i] = y;
+            if (incoming != kEmbedding) x[i] = *reinterpret_cast<const float4*>(xs + i * dim + column);
+        }
+        float4 mine = k < 2 ? (k == 0 ? x[0] : x[1]) : (k == 2 ? x[2] : x[3]);
+        if (takes) {
+            m.load(mixing);
+            mine = expand4(x, m.of(k), y);
+        }
         reinterpret_cast<float4*>(chunk)[t] = mine;
     }
     __syncthreads();
@@ -180,29 +191,29 @@ __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float
         const float s = sum_sq_chunk4(chunk);
         if (lane < kClusterBlocks) send(&sums[COUNT][rank], &bars[0], lane, s);
     }
+    if (takes) expand4(x, m, y);
     marks.mark(4);
     await(&bars[0]);
     marks.mark(5);
 
-    const float raw = raw_mix<COUNT>(&sums[0][0], kClusterBlocks + 1, 1, kClusterBlocks, (float)n, norm_eps);
+    const float raw = raw_mix<COUNT>(&sums[0][0], kClusterBlocks + 1, 1, kClusterBlocks,
+                                     [&](float squares) { return norm_factor<n>(squares, norm_eps); });
     const float value = __fadd_rn(__fmul_rn(raw, lane_scale), lane_base);
     if (warp == kMixWarps) {
-        if (SITE && rank == 0) {
-            if (!defer) write_mixing(mixing, value, iterations, eps);
-            else if (lane < COUNT) mixing[lane] = value;
-        }
+        // The rest is put off: `Pending` of cuda.rs.
+        if (SITE && rank == 0 && lane < COUNT) mixing[lane] = value;
         return;
     }
     float pre[kStreams];
     pre_of(pre, value, eps);
-    const float4 y = collapse4(pre, x);
+    const float4 merged = collapse4(pre, x);
     if (incoming != kNothing) *reinterpret_cast<float4*>(xs + k * dim + column) = reinterpret_cast<float4*>(chunk)[t];
     float4* to = reinterpret_cast<float4*>(out + row * dim + column);
     if (!SITE) {
-        if (writes) *to = y;
+        if (writes) *to = merged;
         return;
     }
-    reinterpret_cast<float4*>(collapsed)[t] = y;
+    reinterpret_cast<float4*>(collapsed)[t] = merged;
     asm volatile("bar.sync 1, %0;" ::"n"(32 * kMixWarps) : "memory");
     if (warp == 0) {
         const float s = sum_sq_chunk4(collapsed);
@@ -215,8 +226,8 @@ __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float
         float total = 0.0f;
 #pragma unroll
         for (int i = 0; i < kStreams; ++i) total = __fadd_rn(total, squares[i]);
-        const float factor = norm_factor(total, (float)dim, out_eps);
-        const float4 normed = mul4(mul4(y, make_float4(factor, factor, factor, factor)), norm_weight);
+        const float factor = norm_factor<dim>(total, out_eps);
+        const float4 normed = mul4(mul4(merged, make_float4(factor, factor, factor, factor)), norm_weight);
         *to = normed;
         // Products that follow read it as int8.
         if (codes.q != nullptr) {
@@ -233,17 +244,17 @@ __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    arc_hc_site_cluster(float* h, uint32_t* q, float* d, uint32_t* sums, float* streams, float* mixing, const float* y, const float* mix, const float* base,
-                        const float* scale, const float* weight, unsigned incoming, unsigned iterations, float eps,
-                        float norm_eps, float out_eps, unsigned defer) {
-    by_cluster<kMixes, 3, true>(h, Codes{q, d, sums}, streams, mixing, y, mix, base, scale, weight, incoming, iterations, eps, norm_eps,
-                                out_eps, defer);
+    arc_hc_site_cluster(float* h, uint32_t* q, float* d, uint32_t* sums, float* streams, float* mixing, const float* y,
+                        const float* mix, const float* base, const float* scale, const float* weight, unsigned incoming,
+                        float eps, float norm_eps, float out_eps) {
+    by_cluster<kMixes, 3, true>(h, Codes{q, d, sums}, streams, mixing, y, mix, base, scale, weight, incoming, eps,
+                                norm_eps, out_eps);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     arc_hc_head_cluster(float* out, float* streams, float* mixing, const float* y, const float* mix, const float* base,
                         const float* scale, float eps, float norm_eps) {
-    by_cluster<kStreams, 1, false>(out, Codes{}, streams, mixing, y, mix, base, scale, nullptr, kOutput, 1, eps, norm_eps, 0.0f, 0);
+    by_cluster<kStreams, 1, false>(out, Codes{}, streams, mixing, y, mix, base, scale, nullptr, kOutput, eps, norm_eps, 0.0f);
 }
 
 // ---- what a site put off ----
@@ -328,7 +339,8 @@ __device__ __forceinline__ void finish_row(float* out, const float* streams, flo
     const float lane_scale = lane < COUNT ? __ldg(scale + (lane / kStreams < 2 ? lane / kStreams : 2)) : 0.0f;
     const float lane_base = lane < COUNT ? __ldg(base + lane) : 0.0f;
     pdl_wait();
-    const float raw = raw_mix<COUNT>(partial + row * chunks * kSums, 1, kSums, chunks, (float)n, norm_eps);
+    const float raw = raw_mix<COUNT>(partial + row * chunks * kSums, 1, kSums, chunks,
+                                     [&](float squares) { return norm_factor(squares, (float)n, norm_eps); });
     const float value = __fadd_rn(__fmul_rn(raw, lane_scale), lane_base);
     if (SITE && warp == kMixWarps) {
         write_mixing(mixing + row * kMixes, value, iterations, eps);
@@ -422,7 +434,7 @@ __device__ __forceinline__ void any_row(float* out, float* streams, float* mixin
         for (int k = 0; k < kStreams; ++k) x[k] = incoming == kEmbedding ? y[i] : xs[k * dim + i];
 #pragma unroll
         for (int k = 0; k < kStreams; ++k) {
-            const float to = incoming == kOutput ? expand(m, k, y[i], x[0], x[1], x[2], x[3]) : x[k];
+            const float to = incoming == kOutput ? expand(m.of(k), y[i], x[0], x[1], x[2], x[3]) : x[k];
             f[k * dim + i] = to;
             if (incoming != kNothing) xs[k * dim + i] = to;
         }
@@ -435,7 +447,8 @@ __device__ __forceinline__ void any_row(float* out, float* streams, float* mixin
         if (lane == 0) totals[i] = s;
     }
     __syncthreads();
-    const float raw = raw_mix<COUNT>(totals, 1, 0, 1, (float)n, norm_eps);
+    const float raw = raw_mix<COUNT>(totals, 1, 0, 1,
+                                     [&](float squares) { return norm_factor(squares, (float)n, norm_eps); });
     const float value = lane < COUNT ? scaled(raw, lane, base, scale) : 0.0f;
     if (SITE && warp == 0) write_mixing(mixing, value, iterations, eps);
     float pre[kStreams];

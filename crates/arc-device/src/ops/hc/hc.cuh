@@ -12,10 +12,21 @@ constexpr int kComb = 8;
 // What a site does with the streams first.
 enum Incoming : unsigned { kEmbedding = 0, kOutput = 1, kNothing = 2 };
 
+// What a stream becomes of: `post` of it, and `comb` to it.
+struct StreamMixing {
+    float post;
+    float comb[4];
+};
+
 // `post` and `comb` of a token: what expand() reads.
 struct Mixing {
     float post[4];
     float comb[16];
+
+    __device__ __forceinline__ StreamMixing of(int k) const {
+        auto pick = [k](const float* v) { return k < 2 ? (k == 0 ? v[0] : v[1]) : (k == 2 ? v[2] : v[3]); };
+        return StreamMixing{pick(post), {pick(comb), pick(comb + 4), pick(comb + 8), pick(comb + 12)}};
+    }
 
     // `row`: [kMixes], on a 16-byte border.
     __device__ __forceinline__ void load(const float* row) {
@@ -31,23 +42,24 @@ struct Mixing {
 };
 
 // X'[k] of one column.
-__device__ __forceinline__ float expand(const Mixing& m, int k, float y, float x0, float x1, float x2, float x3) {
-    float s = __fadd_rn(__fmul_rn(m.comb[k], x0), __fmul_rn(m.comb[4 + k], x1));
-    s = __fadd_rn(s, __fmul_rn(m.comb[8 + k], x2));
-    s = __fadd_rn(s, __fmul_rn(m.comb[12 + k], x3));
-    return __fadd_rn(__fmul_rn(m.post[k], y), s);
+__device__ __forceinline__ float expand(const StreamMixing& m, float y, float x0, float x1, float x2, float x3) {
+    float s = __fadd_rn(__fmul_rn(m.comb[0], x0), __fmul_rn(m.comb[1], x1));
+    s = __fadd_rn(s, __fmul_rn(m.comb[2], x2));
+    s = __fadd_rn(s, __fmul_rn(m.comb[3], x3));
+    return __fadd_rn(__fmul_rn(m.post, y), s);
+}
+
+// X'[k] of four columns.
+__device__ __forceinline__ float4 expand4(const float4 (&x)[kStreams], const StreamMixing& m, float4 y) {
+    return make_float4(expand(m, y.x, x[0].x, x[1].x, x[2].x, x[3].x), expand(m, y.y, x[0].y, x[1].y, x[2].y, x[3].y),
+                       expand(m, y.z, x[0].z, x[1].z, x[2].z, x[3].z), expand(m, y.w, x[0].w, x[1].w, x[2].w, x[3].w));
 }
 
 // The streams of four columns after a block: x becomes X'.
 __device__ __forceinline__ void expand4(float4 (&x)[kStreams], const Mixing& m, float4 y) {
     float4 to[kStreams];
 #pragma unroll
-    for (int k = 0; k < kStreams; ++k) {
-        to[k].x = expand(m, k, y.x, x[0].x, x[1].x, x[2].x, x[3].x);
-        to[k].y = expand(m, k, y.y, x[0].y, x[1].y, x[2].y, x[3].y);
-        to[k].z = expand(m, k, y.z, x[0].z, x[1].z, x[2].z, x[3].z);
-        to[k].w = expand(m, k, y.w, x[0].w, x[1].w, x[2].w, x[3].w);
-    }
+    for (int k = 0; k < kStreams; ++k) to[k] = expand4(x, m.of(k), y);
 #pragma unroll
     for (int k = 0; k < kStreams; ++k) x[k] = to[k];
 }
@@ -66,6 +78,13 @@ __device__ __forceinline__ float4 collapse4(const float (&pre)[kStreams], const 
 // rsqrt(total / n + eps).
 __device__ __forceinline__ float norm_factor(float total, float n, float eps) {
     return rsqrt(__fadd_rn(__fdiv_rn(total, n), eps));
+}
+
+// The same where n is a power of two: the quotient is a product.
+template <unsigned N>
+__device__ __forceinline__ float norm_factor(float total, float eps) {
+    static_assert((N & (N - 1)) == 0);
+    return rsqrt(__fadd_rn(__fmul_rn(total, 1.0f / N), eps));
 }
 
 // Every element divided by the sum of its line plus eps; the line of lane l are the lanes first(l) + step i.

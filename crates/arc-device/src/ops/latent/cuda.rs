@@ -3,9 +3,10 @@
 //! `attn_latent` leaves its result twice: as the contract has it, and with the rotation undone, which is what the first
 //! output projection reads. So the inverse rotation costs no launch.
 
-use crate::cuda::{Arg, Cuda, CudaBuf, Grid, kernel};
+use crate::cuda::{Arg, Cuda, CudaBuf, Grid, args, kernel};
 use crate::error::{DeviceError, Result};
 use crate::ops::compress::Compressor;
+use crate::ops::hc;
 use crate::ops::latent::{LatentConfig, MAX_DIM, ROPE_DIM, RowFormat};
 use crate::ops::matmul::cuda::{Codes, CudaMatrix, Out, Reads, Source, Then, makes_inputs};
 use crate::ops::quant::{INDEX_DIM, Inputs};
@@ -310,8 +311,12 @@ impl Cuda {
         let (due, counts) = self.matmul.take_due();
         let args = LatentArgs { due, counts, ..self.latent_args(ws, state, Some(w), layer, select, rows)? };
         let view = self.view();
-        let grid = Grid::xy(3 + args.index_heads.div_ceil(4), rows as u32, 128);
-        self.launch(kernel!("latent_rows"), grid, &[Arg::of(&args), Arg::of(&view)])
+        let pending = hc::cuda::take_pending(self);
+        let (mixing, iterations, eps) = pending.map_or((0, 0, 0.0), |p| (p.mixing, p.iterations, p.eps));
+        assert!(pending.is_none_or(|pending| pending.rows == rows as u32), "a site and rows of another step");
+        let grid = Grid::xy(3 + args.index_heads.div_ceil(4) + u32::from(pending.is_some()), rows as u32, 128);
+        let args = args![Arg::of(&args), Arg::of(&view), mixing, iterations, eps];
+        self.launch(kernel!("latent_rows"), grid, args)
     }
 
     /// The stage `attn_latent`.

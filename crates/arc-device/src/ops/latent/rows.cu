@@ -4,6 +4,7 @@
 //                completes. Tokens of short runs enter their rings here, since nothing that this step still reads stands
 //                there. Exact.
 // latent_rings   the tokens of longer runs, after the attention that reads what they overwrite. Exact.
+#include "ops/hc/hc.cuh"
 #include "ops/latent/latent.cuh"
 #include "pdl.cuh"
 
@@ -92,9 +93,10 @@ __device__ void send_for_rows(const LatentArgs& a, const StepView& view, uint32_
 
 }  // namespace
 
-// Grid: (compressor of rows, of keys, the step's row, four index queries each; rows). Small blocks: there is room for
-// them beside the product.
-extern "C" __global__ void __launch_bounds__(128) latent_rows(LatentArgs a, StepView view) {
+// Grid: (compressor of rows, of keys, the step's row, four index queries each, and where `mixing` is not null what the
+// site before has put off; rows). Small blocks: there is room for them beside the product.
+extern "C" __global__ void __launch_bounds__(128)
+    latent_rows(LatentArgs a, StepView view, float* mixing, unsigned iterations, float eps) {
     __shared__ __align__(16) float row[kMaxLatent];
     const Marks marks(7);
     const uint32_t r = blockIdx.y;
@@ -108,7 +110,11 @@ extern "C" __global__ void __launch_bounds__(128) latent_rows(LatentArgs a, Step
         __syncthreads();
     }
     const RowInfo info = info_early(view, r);
-    if (blockIdx.x < 2) {
+    if (mixing != nullptr && blockIdx.x == gridDim.x - 1) {
+        // The site after the attention is the first to read it: nobody else is kept.
+        pdl_launch();
+        if (threadIdx.x < 32) hc::settle(mixing + r * hc::kMixes, iterations, eps);
+    } else if (blockIdx.x < 2) {
         const PoolArgs& c = blockIdx.x == 0 ? a.rows : a.keys;
         if (info.live && c.ratio != 0) {
             compress(c, blockIdx.x == 0 ? a.row_format : a.key_format, a, r, info, view, row);
