@@ -322,7 +322,13 @@ pub fn cases(suite: &mut Suite) {
     // The production widths, and the tiny model's.
     cases.push(Case::new(4096, 512, 16, 6, 1));
     cases.push(Case::new(4096, 512, 16, 6, 5));
-    cases.push(Case { scores: Scores::Ties, ..Case::new(2048, 256, 256, 6, 1) });
+    // One row among 256 experts has a kernel of its own.
+    for (hidden, scores, chosen) in
+        [(2048, Scores::Ties, 6), (4096, Scores::Wide, 6), (1024, Scores::Faulty, 6), (1024, Scores::Usual, 16)]
+    {
+        cases.push(Case { scores, ..Case::new(hidden, 256, 256, chosen, 1) });
+    }
+    cases.push(Case { hashed: true, ..Case::new(4096, 256, 256, 6, 1) });
     cases.push(Case::new(256, 256, 8, 2, 3));
     cases.push(Case::new(512, 256, 300, 16, 20));
     for formats in [

@@ -10,7 +10,7 @@ use crate::{MemoryClass, ModelShape};
 
 /// Rows that one kernel takes from scores to assignments.
 const FEW_ROWS: usize = 8;
-/// Experts of which it can choose.
+/// Experts of which it can choose; of one row, among exactly so many, a kernel of its own does.
 const FEW_EXPERTS: usize = 256;
 /// Rows of a tile of scores.
 const TILE_ROWS: usize = 16;
@@ -25,6 +25,8 @@ pub(crate) struct Workspace {
     scores: Option<CudaBuf<f32>>,
     /// Blocks that have finished; 0 between launches.
     done: Option<CudaBuf<u32>>,
+    /// Scores of one row on their way; 0 between launches.
+    posts: Option<CudaBuf<u32>>,
 }
 
 impl Workspace {
@@ -37,6 +39,7 @@ impl Workspace {
         Ok(Workspace {
             scores: Some(dev.take("scores", MemoryClass::Workspace, len)?),
             done: Some(dev.take("scores", MemoryClass::Workspace, 1)?),
+            posts: Some(dev.take("scores", MemoryClass::Workspace, FEW_EXPERTS)?),
         })
     }
 }
@@ -84,6 +87,19 @@ pub(crate) fn choose(
         let (mixing, iterations, eps) = pending.map_or((0, 0, 0.0), |p| (p.mixing, p.iterations, p.eps));
         assert!(pending.is_none_or(|pending| pending.rows == n), "a site and a gate over different rows");
         let blocks = of.div_ceil(per) + u32::from(pending.is_some());
+        if rows == 1 && experts == FEW_EXPERTS {
+            let kernel = match per {
+                8 => kernel!("arc_router_one_1"),
+                4 => kernel!("arc_router_one_2"),
+                _ => kernel!("arc_router_one_4"),
+            };
+            let posts = dev.router.posts.as_ref().map_or(0, CudaBuf::ptr);
+            #[rustfmt::skip]
+            let args: &[Arg<'_>] = args![
+                ids, weights, order, bounds, posts, h, gate, table, bias, infos, most, scale, mixing, iterations, eps,
+            ];
+            return dev.launch(kernel, Grid::new(blocks + 1, THREADS), args);
+        }
         #[rustfmt::skip]
         let args: &[Arg<'_>] = args![
             ids, weights, order, bounds, scores, done, h, gate, table, bias, infos, of, most, scale, n, mixing, iterations, eps,

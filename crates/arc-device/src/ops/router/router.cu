@@ -1,6 +1,7 @@
 // Router: scores, choice and, where rows are few, the step's assignments. Exact: the bits of router.rs and moe.rs.
 //
-// Few rows:   router_few: a warp has one chunk of one expert's dot product; the last block to finish chooses.
+// One row:    router_one: a warp has one chunk of one expert's dot product; one block more chooses among 256.
+// Few rows:   router_few: as many warps; the last block to finish chooses.
 // Many rows:  router_scores (tiles of 16 rows and 32 experts), router_choose (a warp a row), moe_assign.
 // Any width:  router_scores_any.
 #include "../../pdl.cuh"
@@ -15,7 +16,7 @@ using namespace arc::router;
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kFewRows = 8, kFewExperts = 256;
+constexpr int kFewRows = 8, kFewExperts = kBlockExperts;
 
 // Experts of a row by one warp, from its scores.
 template <typename Bias>
@@ -56,11 +57,9 @@ __device__ __forceinline__ void router_few(unsigned* ids, float* weights, unsign
     constexpr int kExperts = kWarps / CHUNKS, kHidden = CHUNKS * kSumChunk;
     __shared__ float sums[kFewRows][kExperts][CHUNKS];
     __shared__ float all[kFewRows * kFewExperts];
-    __shared__ Contest contest;
     __shared__ Chosen found[kFewRows];
     __shared__ __align__(16) unsigned assigned[kFewRows * kMaxChosen];
     __shared__ bool last;
-    const Marks marks(5);
     pdl_launch();
     const int t = threadIdx.x, warp = t / 32, lane = t % 32, chunk = warp % CHUNKS;
     const unsigned blocks = gridDim.x - (mixing != nullptr);
@@ -77,16 +76,10 @@ __device__ __forceinline__ void router_few(unsigned* ids, float* weights, unsign
     for (int j = 0; j < kChunkReads; ++j) w[j] = load_early(from + 32 * j);
     if (t < CHUNKS) prefetch(h + t * kSumChunk);
     pdl_wait();
-    marks.mark(2);
     const float* x = h + chunk * kSumChunk;
-    if (rows == 1) {
-        dots<1>(&sums[0][warp / CHUNKS][chunk], kExperts * CHUNKS, w, x, kHidden, 0, rows);
-    } else {
-        for (unsigned r = 0; r < rows; r += 2)
-            dots<2>(&sums[0][warp / CHUNKS][chunk], kExperts * CHUNKS, w, x, kHidden, r, rows);
-    }
+    for (unsigned r = 0; r < rows; r += 2)
+        dots<2>(&sums[0][warp / CHUNKS][chunk], kExperts * CHUNKS, w, x, kHidden, r, rows);
     __syncthreads();
-    marks.mark(3);
     if (t < (int)rows * kExperts) {
         const unsigned r = t / kExperts, e = blockIdx.x * kExperts + t % kExperts;
         float logit = 0.0f;
@@ -98,22 +91,16 @@ __device__ __forceinline__ void router_few(unsigned* ids, float* weights, unsign
     __syncthreads();
     if (t == 0) last = atomicAdd(done, 1u) == blocks - 1;
     // What the last block needs beside the scores, on its way meanwhile.
-    const float own_bias = !table && t < (int)experts ? __ldg(bias + t) : 0.0f;
     const uint2* info = reinterpret_cast<const uint2*>(infos + (lane < (int)rows ? lane : 0));
     const unsigned live = __ballot_sync(kFullWarp, __ldcg(info).x != 0), token = __ldcg(info + 1).y;
     __syncthreads();
-    marks.mark(4);
     if (!last) return;
     __threadfence();
     for (unsigned i = t; i < rows * experts; i += blockDim.x) all[i] = __ldcg(scores + i);
     if (t == 0) *done = 0;
     for (int i = t; i < kFewRows * kMaxChosen; i += blockDim.x) assigned[i] = 0xffffffffu;
     __syncthreads();
-    if (rows == 1) {
-        const unsigned* picks = table ? table + (size_t)__shfl_sync(kFullWarp, token, 0) * chosen : nullptr;
-        choose_block(ids, weights, contest, t < (int)experts ? all[t] : 0.0f, picks, own_bias, experts, chosen, scale, all);
-        if (warp == 0 && lane < (int)chosen) assigned[lane] = live & 1 ? contest.found.ids[lane] : 0xffffffffu;
-    } else if (warp < (int)rows) {
+    if (warp < (int)rows) {
         const unsigned* picks = table ? table + (size_t)__shfl_sync(kFullWarp, token, warp) * chosen : nullptr;
         choose<kFewExperts / 32>(ids + warp * chosen, weights + warp * chosen, found[warp], all + warp * experts, picks,
                                  [&](int i) { return __ldg(bias + lane + 32 * i); }, experts, chosen, scale);
@@ -123,9 +110,7 @@ __device__ __forceinline__ void router_few(unsigned* ids, float* weights, unsign
         }
     }
     __syncthreads();
-    marks.mark(5);
     moe::assign_few(order, bounds, assigned, rows * chosen, experts);
-    marks.mark(6);
 }
 
 }  // namespace
@@ -141,6 +126,85 @@ __device__ __forceinline__ void router_few(unsigned* ids, float* weights, unsign
 ARC_ROUTER_FEW(1)
 ARC_ROUTER_FEW(2)
 ARC_ROUTER_FEW(4)
+
+// ---- one row ----
+
+namespace {
+
+// As router_few, for one row and 256 experts, and shortly: every score is a word by itself that one block more looks for, so
+// that no fence and no counter is waited for. That block takes no room that another needs to start.
+// `posts`: [256], 0 between launches.
+template <int CHUNKS>
+__device__ __forceinline__ void router_one(unsigned* ids, float* weights, unsigned* order, unsigned* bounds, unsigned* posts,
+                                           const float* h, const float* gate, const unsigned* table, const float* bias,
+                                           const RowInfo* infos, unsigned chosen, float scale, float* mixing,
+                                           unsigned iterations, float eps) {
+    constexpr int kExperts = kWarps / CHUNKS, kHidden = CHUNKS * kSumChunk, kBlocks = kBlockExperts / kExperts;
+    __shared__ float sums[kExperts][CHUNKS];
+    __shared__ Contest contest;
+    pdl_launch();
+    const int t = threadIdx.x, warp = t / 32, lane = t % 32, chunk = warp % CHUNKS;
+    if (blockIdx.x < kBlocks) {
+        const Marks marks(5);
+        const unsigned first = blockIdx.x * kExperts;
+        float4 w[kChunkReads];
+        const float4* from =
+            reinterpret_cast<const float4*>(gate + (size_t)(first + warp / CHUNKS) * kHidden + chunk * kSumChunk) + lane;
+#pragma unroll
+        for (int j = 0; j < kChunkReads; ++j) w[j] = load_early(from + 32 * j);
+        if (t < CHUNKS) prefetch(h + t * kSumChunk);
+        pdl_wait();
+        marks.mark(2);
+        dots<1>(&sums[warp / CHUNKS][chunk], 0, w, h + chunk * kSumChunk, kHidden, 0, 1);
+        __syncthreads();
+        marks.mark(3);
+        if (t < kExperts) {
+            float logit = 0.0f;
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) logit = __fadd_rn(logit, sums[t][c]);
+            const unsigned word = posted(score(logit));
+            asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(posts + first + t), "r"(word) : "memory");
+        }
+        marks.mark(4);
+    } else if (blockIdx.x == kBlocks) {
+        const Marks marks(9);
+        const float own_bias = table != nullptr ? 0.0f : __ldg(bias + t);
+        pdl_wait();
+        marks.mark(2);
+        const uint2* info = reinterpret_cast<const uint2*>(infos);
+        const bool live = __ldcg(info).x != 0;
+        if (table != nullptr && t < (int)chosen) contest.picks[t] = __ldg(table + (size_t)__ldcg(info + 1).y * chosen + t);
+        unsigned word;
+        do {
+            asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(posts + t) : "memory");
+        } while (word == 0);
+        posts[t] = 0;
+        marks.mark(3);
+        choose_block(ids, weights, order, bounds, contest, score_of(word), own_bias, table != nullptr, live, chosen, scale);
+        marks.mark(4);
+    } else {
+        // What the site before has put off.
+        pdl_wait();
+        if (warp == 0) hc::settle(mixing, iterations, eps);
+    }
+}
+
+}  // namespace
+
+// Grid: blocks of 8 / CHUNKS experts, one more, and where `mixing` is not null another.
+#define ARC_ROUTER_ONE(CHUNKS)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(32 * kWarps) arc_router_one_##CHUNKS(                                 \
+        unsigned* ids, float* weights, unsigned* order, unsigned* bounds, unsigned* posts, const float* h,             \
+        const float* gate, const unsigned* table, const float* bias, const RowInfo* infos, unsigned chosen,            \
+        float scale, float* mixing, unsigned iterations, float eps) {                                                  \
+        router_one<CHUNKS>(ids, weights, order, bounds, posts, h, gate, table, bias, infos, chosen, scale, mixing,     \
+                           iterations, eps);                                                                           \
+    }
+ARC_ROUTER_ONE(1)
+ARC_ROUTER_ONE(2)
+ARC_ROUTER_ONE(4)
+
+// ---- many rows ----
 
 namespace {
 

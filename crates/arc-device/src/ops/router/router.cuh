@@ -14,7 +14,7 @@ __device__ __forceinline__ float score(float logit) { return __fsqrt_rn(softplus
 // Bits that order like the numbers, NaN as the largest; -0 and +0 are one.
 __device__ __forceinline__ unsigned ordered(float value) {
     const unsigned bits = __float_as_uint(value != value ? ARC_INF : __fadd_rn(value, 0.0f));
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return bits ^ ((unsigned)((int)bits >> 31) | 0x80000000u);
 }
 
 // What a warp leaves of its row while it chooses.
@@ -87,78 +87,111 @@ __device__ __forceinline__ void choose(unsigned* ids, float* weights, Chosen& fo
     }
 }
 
-// What a block shares while it chooses for one row.
-struct Contest {
-    unsigned tops[8];               // the largest key of each warp
-    unsigned long long list[256];   // candidates: key, then the smaller id first; 0 for none
-    unsigned n, faulty;
-    Chosen found;
+// A score as a word that is not 0, which says that there is none yet.
+__device__ __forceinline__ unsigned posted(float score) { return ~__float_as_uint(score != score ? ARC_NAN : score); }
+__device__ __forceinline__ float score_of(unsigned word) { return __uint_as_float(~word); }
+
+constexpr int kBlockExperts = 256;
+
+// What a block of 256 threads shares while it chooses for one row among as many experts.
+struct __align__(16) Contest {
+    unsigned keys[kBlockExperts];
+    float all[kBlockExperts];
+    unsigned tops[32];             // read by fours, as `scores`
+    float scores[kMaxChosen];      // of the chosen ones, 0 behind the last
+    unsigned ids[kMaxChosen];      // ascending
+    unsigned picks[kMaxChosen];    // of the row's token, where a table chooses
+    unsigned masks[8], before[8];  // the chosen ones of 32 experts each, and how many are below these
+    unsigned faulty;
 };
 
-// The choice of one row among up to 256 experts by a block of 256 threads: thread e has the score of expert e. Leaves
-// the choice in `contest.found` and writes `ids` and `weights`; the block may go on after a barrier.
+// Which experts have the `chosen` largest of `contest.keys`, of equal ones those with the smaller ids: `masks` and `before`.
+// By one warp, whose lane l looks at experts l + 32 i.
 //
-// The chosen-th of the warps' largest keys bounds what can be chosen from below: few experts are left, and each finds
-// its rank among them.
-__device__ __forceinline__ void choose_block(unsigned* ids, float* weights, Contest& contest, float score,
-                                             const unsigned* table, float bias, int experts, int chosen, float scale,
-                                             const float* scores) {
-    const int t = threadIdx.x, warp = t / 32, lane = t % 32;
-    if (t == 0) contest.n = 0, contest.faulty = 0;
-    const unsigned key = t < experts ? ordered(__fadd_rn(score, bias)) : 0u;
-    const unsigned top = __reduce_max_sync(kFullWarp, key);
-    if (lane == 0) contest.tops[warp] = top;
-    __syncthreads();
-    if (t < experts && score != score) contest.faulty = 1;
-    if (!table) {
-        const unsigned other = contest.tops[lane % 8];
-        int rank = 0;
+// The chosen-th of the lanes' largest keys bounds what can be chosen from below. Hardly more are left; the worst of them go.
+__device__ __forceinline__ void largest(Contest& contest, int chosen) {
+    const int lane = threadIdx.x & 31;
+    unsigned keys[8], masks[8], top = 0;
 #pragma unroll
-        for (int w = 0; w < 8; ++w) {
-            const unsigned v = contest.tops[w];
-            rank += v > other || (v == other && w < lane % 8);
+    for (int i = 0; i < 8; ++i) keys[i] = contest.keys[lane + 32 * i], top = max(top, keys[i]);
+    contest.tops[lane] = top;
+    __syncwarp();
+    int above = 0;
+#pragma unroll
+    for (int i = 0; i < 32; i += 4) {
+        const uint4 four = *reinterpret_cast<const uint4*>(contest.tops + i);
+        above += (four.x > top) + (four.y > top) + (four.z > top) + (four.w > top);
+    }
+    const unsigned least = __reduce_min_sync(kFullWarp, above < chosen ? top : 0xffffffffu);
+    int n = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) masks[i] = __ballot_sync(kFullWarp, keys[i] >= least), n += __popc(masks[i]);
+#pragma unroll 1
+    for (; n > chosen; --n) {
+        unsigned low = 0xffffffffu;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) low = min(low, masks[i] >> lane & 1 ? keys[i] : 0xffffffffu);
+        low = __reduce_min_sync(kFullWarp, low);
+        bool gone = false;
+#pragma unroll
+        for (int i = 7; i >= 0; --i) {
+            const unsigned such = __ballot_sync(kFullWarp, keys[i] == low) & masks[i];
+            if (such != 0 && !gone) masks[i] ^= 0x80000000u >> __clz(such), gone = true;
         }
-        const unsigned who = __ballot_sync(kFullWarp, lane < 8 && rank == chosen - 1);
-        const unsigned least = who ? __shfl_sync(kFullWarp, other, __ffs(who) - 1) : 0u;
-        const bool may = t < experts && key >= least;
-        const unsigned with = __ballot_sync(kFullWarp, may);
-        unsigned at = 0;
-        if (lane == 0 && with) at = atomicAdd(&contest.n, __popc(with));
-        at = __shfl_sync(kFullWarp, at, 0) + __popc(with & ((1u << lane) - 1));
-        if (may) contest.list[at] = (unsigned long long)key << 32 | (unsigned)~t;
+    }
+    if (lane == 0) {
+        unsigned before = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) contest.masks[i] = masks[i], contest.before[i] = before, before += __popc(masks[i]);
+    }
+}
+
+// The choice and the assignments of one row by a block of 256 threads: thread e has the score of expert e and what is
+// added to it. `hashed`: threads below `chosen` have left `picks`. A row that is not live is nobody's.
+__device__ __forceinline__ void choose_block(unsigned* ids, float* weights, unsigned* order, unsigned* bounds, Contest& contest,
+                                             float score, float bias, bool hashed, bool live, int chosen, float scale) {
+    const int t = threadIdx.x, warp = t / 32, lane = t % 32;
+    contest.keys[t] = ordered(__fadd_rn(score, bias));
+    contest.all[t] = score;
+    if (t == 0) contest.faulty = 0;
+    if (t < kMaxChosen) contest.scores[t] = 0.0f;
+    __syncthreads();
+    if (score != score) contest.faulty = 1;
+    // Chosen experts below this thread's.
+    unsigned before = 0;
+    if (!hashed) {
+        if (warp == 0) largest(contest, chosen);
         __syncthreads();
-        const unsigned n = contest.n;
-        if (t < (int)n) {
-            const unsigned long long mine = contest.list[t];
-            int place = 0;
-            for (unsigned j = 0; j < n; ++j) place += contest.list[j] > mine;
-            if (place < chosen) contest.found.ids[place] = ~(unsigned)mine;
-        }
-        __syncthreads();
+        const unsigned mask = contest.masks[warp];
+        before = contest.before[warp] + __popc(mask & ((1u << lane) - 1));
+        if (mask >> lane & 1) contest.ids[before] = t, contest.scores[before] = score;
     } else {
-        __syncthreads();
-    }
-    if (warp == 0) {
-        const unsigned* from = table ? table : contest.found.ids;
-        const unsigned id = lane < chosen ? from[lane] : 0xffffffffu;
-        // A lane's place is the number of smaller ids, and of equal ones before it.
+        const unsigned id = t < chosen ? contest.picks[t] : 0;
+        // A place is the number of smaller ids, and of equal ones before it.
         int place = 0;
+#pragma unroll 1
         for (int p = 0; p < chosen; ++p) {
-            const unsigned other = __shfl_sync(kFullWarp, id, p);
-            place += other < id || (other == id && p < lane);
+            const unsigned other = contest.picks[p];
+            before += other < (unsigned)t;
+            place += other < id || (other == id && p < t);
         }
-        const float value = lane < chosen ? scores[id] : 0.0f;
-        __syncwarp();
-        if (lane < chosen) contest.found.ids[place] = id, contest.found.scores[place] = value;
-        __syncwarp();
-        // The sum is taken in the order of ids.
-        float total = 0.0f;
-        for (int p = 0; p < chosen; ++p) total = __fadd_rn(total, contest.found.scores[p]);
-        if (lane < chosen) {
-            ids[place] = id;
-            weights[place] = contest.faulty ? ARC_NAN : __fmul_rn(__fdiv_rn(value, total), scale);
-        }
+        if (t < chosen) contest.ids[place] = id, contest.scores[place] = contest.all[id];
     }
+    __syncthreads();
+    bounds[t] = live ? before : 0;
+    if (t < chosen) {
+        // The sum is taken in the order of ids. What is behind the last is 0, and no score is below.
+        float total = 0.0f;
+#pragma unroll
+        for (int p = 0; p < kMaxChosen; p += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(contest.scores + p);
+            total = __fadd_rn(__fadd_rn(__fadd_rn(__fadd_rn(total, four.x), four.y), four.z), four.w);
+        }
+        ids[t] = contest.ids[t];
+        weights[t] = contest.faulty ? ARC_NAN : __fmul_rn(__fdiv_rn(contest.scores[t], total), scale);
+        if (live) order[t] = t;
+    }
+    if (t == 0) bounds[kBlockExperts] = live ? chosen : 0;
 }
 
 }  // namespace arc::router
