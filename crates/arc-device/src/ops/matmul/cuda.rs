@@ -525,7 +525,7 @@ impl Cuda {
             scale,
             unused: 0,
         };
-        let grid = Grid::xy(rows as u32, table.cols.div_ceil(32 * 64) as u32, 64);
+        let grid = Grid::xy(rows as u32, table.cut.slices, 256);
         self.launch(kernel!("arc_matmul_embed"), grid, &[Arg::of(&args)])
     }
 

@@ -1,7 +1,7 @@
 // Inputs of products, rows of a table, and the norm behind a product.
 //
 // arc_matmul_prepare: a block a row, 256 or 512 threads.
-// arc_matmul_embed: a block a row, a thread 32 values.
+// arc_matmul_embed: a block of 256 threads a slice of a row; a thread a value, or 32 of integer-coded ones.
 // arc_matmul_norm_add: a block a row, 256 threads.
 #include "../../pdl.cuh"
 #include "decode.cuh"
@@ -45,12 +45,12 @@ struct Values {
 };
 
 template <uint32_t F>
-__device__ __noinline__ void embed_block(const uint8_t* tile, int lane, int blocks, int b, const uint32_t* patterns, float* out,
-                                         float scale) {
-    Values values{F, b, out, scale};
-    if (unit_len(F) == 32 && blocks != 8) {
-        each_block<F, false, 1>(tile, lane, blocks, patterns, values);
+__device__ __noinline__ void embed_block(const uint8_t* tile, int lane, int b, const uint32_t* patterns, float* out, float scale) {
+    if (unit_len(F) == 32) {
+        Values values{F, 0, out, scale};
+        each_block<F, false, 1>(tile + b * (kLanes * unit_bytes(F)), lane, 1, patterns, values);
     } else {
+        Values values{F, b, out, scale};
         each_block<F, true, 1>(tile, lane, 8, patterns, values);
     }
 }
@@ -68,36 +68,21 @@ __device__ __forceinline__ float float_at(uint32_t f, const uint8_t* tile, int l
     return halves(f, *reinterpret_cast<const unsigned short*>(at)).x;
 }
 
-// Columns k .. k + n (inside 32 that begin at a multiple of 32) of row `row` of the matrix.
-__device__ void decode_some(const Seg* segs, uint32_t n_segs, const Cut& cut, uint32_t row, uint32_t k, uint32_t n, float scale,
-                            const uint32_t* patterns, float* out) {
-    uint32_t seg = 0;
-    while (seg + 1 < n_segs && row >= segs[seg + 1].first_row) ++seg;
-    row -= segs[seg].first_row;
-    const uint32_t f = segs[seg].format, slice = k / kSlice, t = slice >> cut.log_c, wide = cut.group_rows();
-    const uint8_t* tile = reinterpret_cast<const uint8_t*>(segs[seg].base) + (size_t)(row / wide) * cut.group_bytes(f) +
-                          cut.tile_at(f, t);
-    const int lane = (int)(row % wide + (slice & (cut.c() - 1)) * wide);
-    const int cols = cut.tail() != 0 && slice + 1 == cut.slices ? (int)cut.tail() : kSlice;
-    const int b = (int)(k % kSlice) / 32;
+// Block `b` of 32 values of a lane's slice.
+__device__ void decode_block(uint32_t f, const uint8_t* tile, int lane, int b, float scale, const uint32_t* patterns, float* out) {
     switch (f) {
-        case Q8_0: embed_block<Q8_0>(tile, lane, cols / 32, b, patterns, out, scale); break;
-        case Q4_0: embed_block<Q4_0>(tile, lane, cols / 32, b, patterns, out, scale); break;
-        case Q4_1: embed_block<Q4_1>(tile, lane, cols / 32, b, patterns, out, scale); break;
-        case Q5_0: embed_block<Q5_0>(tile, lane, cols / 32, b, patterns, out, scale); break;
-        case Q5_1: embed_block<Q5_1>(tile, lane, cols / 32, b, patterns, out, scale); break;
-        case Q2_K: embed_block<Q2_K>(tile, lane, 8, b, patterns, out, scale); break;
-        case Q3_K: embed_block<Q3_K>(tile, lane, 8, b, patterns, out, scale); break;
-        case Q4_K: embed_block<Q4_K>(tile, lane, 8, b, patterns, out, scale); break;
-        case Q5_K: embed_block<Q5_K>(tile, lane, 8, b, patterns, out, scale); break;
-        case Q6_K: embed_block<Q6_K>(tile, lane, 8, b, patterns, out, scale); break;
-        case IQ2_XXS: embed_block<IQ2_XXS>(tile, lane, 8, b, patterns, out, scale); break;
-        case MXFP4: embed_block<MXFP4>(tile, lane, cols / 32, b, patterns, out, scale); break;
-        default:
-            for (uint32_t i = 0; i < n; ++i) {
-                const float v = float_at(f, tile, lane, cols, (int)(k % kSlice + i));
-                out[i] = scale != 1.0f ? __fmul_rn(v, scale) : v;
-            }
+        case Q8_0: embed_block<Q8_0>(tile, lane, b, patterns, out, scale); break;
+        case Q4_0: embed_block<Q4_0>(tile, lane, b, patterns, out, scale); break;
+        case Q4_1: embed_block<Q4_1>(tile, lane, b, patterns, out, scale); break;
+        case Q5_0: embed_block<Q5_0>(tile, lane, b, patterns, out, scale); break;
+        case Q5_1: embed_block<Q5_1>(tile, lane, b, patterns, out, scale); break;
+        case Q2_K: embed_block<Q2_K>(tile, lane, b, patterns, out, scale); break;
+        case Q3_K: embed_block<Q3_K>(tile, lane, b, patterns, out, scale); break;
+        case Q4_K: embed_block<Q4_K>(tile, lane, b, patterns, out, scale); break;
+        case Q5_K: embed_block<Q5_K>(tile, lane, b, patterns, out, scale); break;
+        case Q6_K: embed_block<Q6_K>(tile, lane, b, patterns, out, scale); break;
+        case IQ2_XXS: embed_block<IQ2_XXS>(tile, lane, b, patterns, out, scale); break;
+        default: embed_block<MXFP4>(tile, lane, b, patterns, out, scale); break;
     }
 }
 
@@ -159,24 +144,39 @@ extern "C" __global__ void __launch_bounds__(512) arc_matmul_prepare(const __gri
                      arc::ToMemory{p, blockIdx.x});
 }
 
+// Grid: (rows, slices).
 extern "C" __global__ void __launch_bounds__(256) arc_matmul_embed(const __grid_constant__ arc::Embed p) {
+    using namespace arc;
     __shared__ uint32_t patterns[256];
-    arc::pdl_launch();
-    for (uint32_t i = threadIdx.x; i < 256; i += blockDim.x) patterns[i] = arc::spread_pattern(arc::kPatterns[i]);
-    __syncthreads();
-    arc::pdl_wait();
-    const uint32_t row = blockIdx.x, cols = p.cut.cols;
-    float* out = reinterpret_cast<float*>(p.out) + (size_t)row * cols;
-    const uint32_t id = reinterpret_cast<const uint32_t*>(p.ids)[row * p.id_stride];
+    __shared__ float values[kSlice];
+    pdl_launch();
+    const uint32_t t = threadIdx.x, row = blockIdx.x, slice = blockIdx.y, cols = p.cut.cols_of(slice);
+    patterns[t] = spread_pattern(kPatterns[t]);
+    pdl_wait();
+    float* out = reinterpret_cast<float*>(p.out) + (size_t)row * p.cut.cols + slice * kSlice + t;
+    uint32_t id = reinterpret_cast<const uint32_t*>(p.ids)[row * p.id_stride];
     const bool live = p.live == 0 || reinterpret_cast<const uint32_t*>(p.live)[row * p.id_stride] != 0;
-    for (uint32_t k = (blockIdx.y * blockDim.x + threadIdx.x) * 32; k < cols; k += gridDim.y * blockDim.x * 32) {
-        const uint32_t n = min(32u, cols - k);
-        if (live && id < p.table_rows) {
-            arc::decode_some(p.segs, p.n_segs, p.cut, id, k, n, p.scale, patterns, out + k);
-        } else {
-            for (uint32_t i = 0; i < n; ++i) out[k + i] = 0.0f;
-        }
+    if (!live || id >= p.table_rows) {
+        if (t < cols) *out = 0.0f;
+        return;
     }
+    uint32_t seg = 0;
+    while (seg + 1 < p.n_segs && id >= p.segs[seg + 1].first_row) ++seg;
+    id -= p.segs[seg].first_row;
+    const uint32_t f = p.segs[seg].format, wide = p.cut.group_rows();
+    const uint8_t* tile = reinterpret_cast<const uint8_t*>(p.segs[seg].base) + (size_t)(id / wide) * p.cut.group_bytes(f) +
+                          p.cut.tile_at(f, slice >> p.cut.log_c);
+    const int lane = (int)(id % wide + (slice & (p.cut.c() - 1)) * wide);
+    if (is_float(f)) {
+        if (t >= cols) return;
+        const float v = float_at(f, tile, lane, (int)cols, (int)t);
+        *out = p.scale != 1.0f ? __fmul_rn(v, p.scale) : v;
+        return;
+    }
+    __syncthreads();
+    if (t % 32 == 0 && t < cols) decode_block(f, tile, lane, (int)t / 32, p.scale, patterns, values + t);
+    __syncwarp();
+    if (t < cols) *out = values[t];
 }
 
 // out[r] += norm(x[r]): a product is normed before it joins the residual. Rows of `cols`.
