@@ -45,6 +45,18 @@ fn images_are_compiled_for_exact_arithmetic() {
     }
 }
 
+/// A kernel may start while the one before it still runs: one that does not wait reads what is not there yet.
+#[test]
+fn every_kernel_waits_for_the_one_before_it() {
+    for image in IMAGES {
+        let ptx = std::fs::read_to_string(image.ptx_path).expect("the build left the PTX");
+        for kernel in ptx.split(".visible .entry ").skip(1) {
+            let name = kernel.split('(').next().unwrap_or_default();
+            assert!(kernel.contains("griddepcontrol.wait"), "{name} does not wait");
+        }
+    }
+}
+
 #[test]
 fn no_kernel_keeps_a_stack_frame_or_spills() {
     for image in IMAGES {

@@ -1,6 +1,7 @@
 // From rows as they lie in a file to tiles (layout.cuh). Load time only; bits move and none changes.
 //
 // arc_matmul_repack: a warp a tile, a lane a slice. 256 threads.
+#include "../../pdl.cuh"
 #include "layout.cuh"
 
 namespace arc {
@@ -199,6 +200,7 @@ extern "C" __global__ void arc_matmul_repack(uint8_t* dst, const uint8_t* src, u
     const uint32_t lane = threadIdx.x & 31, tile = (blockIdx.x * blockDim.x + threadIdx.x) >> 5;
     const uint32_t group = tile / cut.tiles(), t = tile % cut.tiles();
     const uint32_t row = group * cut.group_rows() + lane % cut.group_rows(), slice = cut.slice_of(t, lane);
+    pdl_wait();
     if (row >= rows) return;
     const uint32_t len = unit_len(format), single = format == F32 ? 4 : 2;
     const uint32_t n = cut.tail() != 0 && slice + 1 == slices ? cut.tail() : kSlice;
