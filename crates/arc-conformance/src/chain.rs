@@ -166,10 +166,7 @@ fn stacked<D: Alloc>(dev: &mut D, rows: [usize; 2], cols: usize) -> DeviceResult
     dev.matrix("test", &[source(rows[0], 0), source(rows[1], rows[0])])
 }
 
-fn attend<D: OpsV4 + Alloc + Landing + Readback + Steps>(
-    dev: &mut D,
-    pool: Option<usize>,
-) -> DeviceResult<Attention> {
+fn attend<D: OpsV4 + Alloc + Landing + Readback + Steps>(dev: &mut D, pool: Option<usize>) -> DeviceResult<Attention> {
     let mut rng = Rng(53);
     let class = MemoryClass::Workspace;
     let site = HcSite {

@@ -25,6 +25,7 @@ constexpr uint32_t kTile = tile_bytes(Q8_0, kSlice), kHalfTile = tile_bytes(F16,
 static_assert(kHalfTile <= kTile && kTile % 128 == 0);
 constexpr uint32_t kRingAt = 384, kInputsAt = kRingAt + kPlaces * kTile;
 static_assert(16 * kPlaces + 8 <= kRingAt);
+static_assert(kPlaces >= 2 * kWarps + kWindow);
 // Columns of a second product behind a norm: a chunk of a sum.
 constexpr uint32_t kNormed = kSumChunk;
 static_assert(kNormed == 4 * kThreads);
@@ -177,7 +178,9 @@ struct Following {
     __device__ __forceinline__ uint8_t* tile(uint32_t place) const { return smem + kRingAt + place * kTile; }
 
     // One thread sends for all tiles, few at a time: what others load, small as it is, would wait behind all that is on its
-    // way. But a block that is late brings what all others wait for as fast as it can.
+    // way. But a block that is late brings what all others wait for nearly as fast as it can: a warp that has taken a tile may
+    // look for its next one, kWarps tiles on, whose place must have had its last tile by then, or the barrier's parity would
+    // say that it is there. So no more tiles are on their way than places that are so far from a warp.
     __device__ __forceinline__ void bring() const {
         const uint32_t a_bytes = behind ? kHalfTile : kTile;
         const uint8_t* from = reinterpret_cast<const uint8_t*>(a.base) + (size_t)(a_first * a.tiles << behind) * a_bytes;
@@ -185,7 +188,7 @@ struct Following {
 #pragma unroll 1
         for (uint32_t i = 0; i < asks; ++i) {
             if (i == a_asks) from = reinterpret_cast<const uint8_t*>(b.base) + (size_t)(b_first * b.tiles) * kTile;
-            const uint32_t window = i < a_asks && words()[1] != 0 ? kPlaces : kWindow;
+            const uint32_t window = i < a_asks && words()[1] != 0 ? kPlaces - (kWarps << behind) : kWindow;
             for (; done + window <= i; ++done) {
                 barrier_wait(full(landed), landed_turn & 1);
                 if (++landed == kPlaces) landed = 0, ++landed_turn;

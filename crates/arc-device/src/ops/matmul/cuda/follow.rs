@@ -3,9 +3,9 @@
 //! The first is held back when its stage comes, and the second takes it along. Whatever else is launched goes behind the
 //! first.
 
+use super::Workspace;
 use super::matrix::CudaMatrix;
 use super::plan::{Cut, MAX_SHARED, Prepare, Product};
-use super::Workspace;
 use crate::Norm;
 use crate::cuda::{Arg, Cuda, CudaBuf, Grid, Kernel, kernel};
 use crate::error::Result;
