@@ -233,7 +233,7 @@ struct ExpertsOf {
 
     // Units of one row's experts, and of the shared one. Its tiles stand where the routed ones come later.
     __device__ void up_all() {
-        const Marks marks(8);
+        const Marks marks(10);
         const uint32_t per_unit = p.unit_groups * tiles, units_of = p.outputs / 32, first = blockIdx.x * p.each;
         uint8_t* own = smem + p.ring_at + (size_t)warp * p.warp_bytes;
         uint64_t* shared_bars = bars + p.stages;
