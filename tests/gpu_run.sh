@@ -70,6 +70,16 @@ if [ "$(nvidia-smi --query-gpu=memory.free --format=csv,noheader,nounits | head 
         flash b$batch --context 4096 --max-rows $batch --batch $batch --pp 8 --tg 32 --reps 2
     done
     flash prefill --context 8192 --pp 4096 --tg 0 --reps 3
+    # The same logits at every loading, and however the prompt is cut.
+    echo 11 4711 99 12345 7 800 31337 2 5 60000 17 3 9 1 44 128 100000 5 6 7 8 9 10 11 >results/ids
+    for run in 1.a 1.b 3.a 4.a 4.b; do
+        bin/arc eval logits synthetic:deepseek-v4-flash --ids results/ids --chunk ${run%.*} --out results/logits-$run \
+            --device cuda --speculate off --context 4096 --max-rows 4 2>"results/logits-$run.log" || fail=1
+    done
+    different=$(md5sum results/logits-*.[ab] | cut -d' ' -f1 | sort -u | wc -l)
+    row "logits of 5 runs" "$([ "$different" = 1 ] && echo alike || echo "$different kinds")"
+    [ "$different" = 1 ] || fail=1
+    rm -f results/logits-*.[ab]
     for depth in 1000 4000 32000 128000 512000; do
         flash depth-$depth --context $((depth + 500)) --max-rows 4 --pp 0 --tg 64 --reps 2 --depth $depth
     done
