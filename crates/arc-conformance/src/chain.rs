@@ -25,8 +25,14 @@ const POOL: usize = 40;
 /// Added to the norm's mean square, which is near 1.
 const EPS: f32 = 1e-2;
 
-/// A site, then the first products of attention, which read what it left. Of int8 weights exact, of floats near.
+/// Kernels behind one another, as a step has them.
 pub fn cases(suite: &mut Suite) {
+    inputs(suite);
+    followed(suite);
+}
+
+/// A site, then the first products of attention, which read what it left. Of int8 weights exact, of floats near.
+fn inputs(suite: &mut Suite) {
     for rows in [1, 2, 8, 9] {
         for pool in [Format::F16, Format::Q8_0] {
             suite.case(&format!("chain/site and attention's inputs/{}/{rows} rows", pool.name()), |suite| {
@@ -51,6 +57,29 @@ pub fn cases(suite: &mut Suite) {
     }
 }
 
+fn site<D: OpsV4 + Alloc>(dev: &mut D, rng: &mut Rng) -> DeviceResult<HcSite<D>> {
+    Ok(HcSite {
+        mix: dev.vector("mix", &rng.values(MIXES * STREAMS * DIM, 0.02))?,
+        base: dev.vector("base", &rng.values(MIXES, 1.0))?,
+        scale: dev.vector("scale", &[1.0, 0.8, 1.5])?,
+    })
+}
+
+/// The output of the stages before a site, `[rows, DIM]`, and the streams that it joins.
+fn output_and_streams<D: OpsV4 + Alloc + Readback>(
+    dev: &mut D,
+    rng: &mut Rng,
+    rows: usize,
+) -> DeviceResult<(D::Buf<f32>, Streams<D>)> {
+    let mut made = |len, std| {
+        let mut buf = dev.alloc::<f32>("test", MemoryClass::Workspace, len)?;
+        dev.write(&mut buf, &rng.values(len, std))?;
+        DeviceResult::Ok(buf)
+    };
+    let y = made(rows * DIM, 1.0)?;
+    Ok((y, Streams { x: made(rows * STREAMS * DIM, 1.0)?, mixing: made(rows * MIXES, 0.5)? }))
+}
+
 fn run<D: OpsV4 + Alloc + Landing + Readback + Steps>(
     dev: &mut D,
     rows: usize,
@@ -59,11 +88,7 @@ fn run<D: OpsV4 + Alloc + Landing + Readback + Steps>(
 ) -> DeviceResult<[Vec<f32>; 2]> {
     let mut rng = Rng(31);
     let class = MemoryClass::Workspace;
-    let site = HcSite {
-        mix: dev.vector("mix", &rng.values(MIXES * STREAMS * DIM, 0.02))?,
-        base: dev.vector("base", &rng.values(MIXES, 1.0))?,
-        scale: dev.vector("scale", &[1.0, 0.8, 1.5])?,
-    };
+    let site = site(dev, &mut rng)?;
     let weight = dev.vector("norm", &rng.values(DIM, 1.0))?;
     let one = |dev: &mut D| dev.vector("one", &[1.0]);
     let compressor = CompressorWeights { bias: one(dev)?, norm: one(dev)? };
@@ -99,11 +124,8 @@ fn run<D: OpsV4 + Alloc + Landing + Readback + Steps>(
         out: floats(dev, rows * 64)?,
         grouped: floats(dev, rows * 32)?,
     };
-    let (mut y, mut h) = (floats(dev, rows * DIM)?, floats(dev, rows * DIM)?);
-    let mut streams = Streams { x: floats(dev, rows * STREAMS * DIM)?, mixing: floats(dev, rows * MIXES)? };
-    dev.write(&mut y, &rng.values(rows * DIM, 1.0))?;
-    dev.write(&mut streams.x, &rng.values(rows * STREAMS * DIM, 1.0))?;
-    dev.write(&mut streams.mixing, &rng.values(rows * MIXES, 0.5))?;
+    let (y, mut streams) = output_and_streams(dev, &mut rng, rows)?;
+    let mut h = floats(dev, rows * DIM)?;
     dev.finish(&ModelShape { vocab: 64, hidden: DIM, post_norms: false, gathered: STREAMS * DIM })?;
     dev.stage(&table(rows))?;
     let cfg = HcConfig { dim: DIM, iterations: 20, eps: 1e-6, norm_eps: 1e-6 };
@@ -136,13 +158,13 @@ struct Attention {
 }
 
 /// Products of one row that share a launch: those behind the site with the queries', and the output projections.
-pub fn followed(suite: &mut Suite) {
+fn followed(suite: &mut Suite) {
     for pool in [None, Some(1), Some(9)] {
         let name = pool.map_or("none".to_owned(), |groups: usize| format!("2 x {}", 8 * groups));
         suite.case(&format!("chain/one row through attention/pool {name}"), |suite| {
             let mut pair = suite.pair(limits(1, 32));
-            let want = attend(&mut pair.cpu, pool).map_err(|error| error.to_string())?;
-            let got = attend(&mut pair.gpu, pool).map_err(|error| error.to_string())?;
+            let want = attend(&mut pair.cpu, pool, HEADS).map_err(|error| error.to_string())?;
+            let got = attend(&mut pair.gpu, pool, HEADS).map_err(|error| error.to_string())?;
             all([
                 equal_or_nan(&want.low, &got.low),
                 if pool.is_some() { within(&want.pool, &got.pool, 1e-4, 1e-4) } else { Ok(String::new()) },
@@ -151,6 +173,20 @@ pub fn followed(suite: &mut Suite) {
                 equal_or_nan(&got.alone[1], &got.y),
                 within(&want.y, &got.y, 2e-2, 2e-2),
             ])
+        });
+        suite.mutant(&format!("chain/one row behind another norm/pool {name}"), |suite| {
+            let mut pair = suite.pair(limits(1, 32));
+            let want =
+                attend(&mut pair.cpu, pool, LatentConfig { eps: EPS, ..HEADS }).map_err(|error| error.to_string())?;
+            let got = attend(&mut pair.gpu, pool, HEADS).map_err(|error| error.to_string())?;
+            equal_or_nan(&want.q, &got.q)
+        });
+        suite.mutant(&format!("chain/one row's outputs of other heads/pool {name}"), |suite| {
+            let mut pair = suite.pair(limits(1, 32));
+            let want =
+                attend(&mut pair.cpu, pool, LatentConfig { scale: 4.0, ..HEADS }).map_err(|error| error.to_string())?;
+            let got = attend(&mut pair.gpu, pool, HEADS).map_err(|error| error.to_string())?;
+            within(&want.y, &got.y, 2e-2, 2e-2)
         });
     }
 }
@@ -166,14 +202,14 @@ fn stacked<D: Alloc>(dev: &mut D, rows: [usize; 2], cols: usize) -> DeviceResult
     dev.matrix("test", &[source(rows[0], 0), source(rows[1], rows[0])])
 }
 
-fn attend<D: OpsV4 + Alloc + Landing + Readback + Steps>(dev: &mut D, pool: Option<usize>) -> DeviceResult<Attention> {
+fn attend<D: OpsV4 + Alloc + Landing + Readback + Steps>(
+    dev: &mut D,
+    pool: Option<usize>,
+    attention: LatentConfig,
+) -> DeviceResult<Attention> {
     let mut rng = Rng(53);
     let class = MemoryClass::Workspace;
-    let site = HcSite {
-        mix: dev.vector("mix", &rng.values(MIXES * STREAMS * DIM, 0.02))?,
-        base: dev.vector("base", &rng.values(MIXES, 1.0))?,
-        scale: dev.vector("scale", &[1.0, 0.8, 1.5])?,
-    };
+    let site = site(dev, &mut rng)?;
     let weight = dev.vector("norm", &rng.values(DIM, 1.0))?;
     let one = |dev: &mut D| dev.vector("one", &[1.0]);
     let (low_rows, pool_rows) = (RANK + HEADS.dim, pool.map_or(1, |groups| 8 * groups));
@@ -196,7 +232,7 @@ fn attend<D: OpsV4 + Alloc + Landing + Readback + Steps>(dev: &mut D, pool: Opti
     };
     let rope_table = dev.vector("rope", &rng.values(32 * 64, 1.0))?;
     let layer = LatentLayer {
-        attention: HEADS,
+        attention,
         q_rank: RANK,
         rows: None,
         index: None,
@@ -219,12 +255,8 @@ fn attend<D: OpsV4 + Alloc + Landing + Readback + Steps>(dev: &mut D, pool: Opti
     let row_bytes = RowFormat::Fp8.row_bytes(HEADS.dim);
     let window = dev.alloc::<u8>("test", MemoryClass::State, HEADS.ring() * row_bytes)?;
     let mut state = LatentState { window, rows: None, keys: None };
-    let (mut y, mut h) = (floats(dev, DIM)?, floats(dev, DIM)?);
-    let mut streams = Streams { x: floats(dev, STREAMS * DIM)?, mixing: floats(dev, MIXES)? };
-    let streams_before = rng.values(STREAMS * DIM, 1.0);
-    dev.write(&mut y, &rng.values(DIM, 1.0))?;
-    dev.write(&mut streams.x, &streams_before)?;
-    dev.write(&mut streams.mixing, &rng.values(MIXES, 0.5))?;
+    let (mut y, mut streams) = output_and_streams(dev, &mut rng, 1)?;
+    let mut h = floats(dev, DIM)?;
     dev.finish(&ModelShape { vocab: 64, hidden: DIM, post_norms: false, gathered: STREAMS * DIM })?;
     dev.stage(&table(1))?;
     dev.set_replay(false);

@@ -74,7 +74,6 @@ fn main() -> ExitCode {
     draft::cases(&mut suite);
     moe::cases(&mut suite);
     chain::cases(&mut suite);
-    chain::followed(&mut suite);
     synthetic::cases(&mut suite);
     suite.finish()
 }

@@ -356,45 +356,55 @@ pub fn cases(suite: &mut Suite) {
     suite.case("moe/a row alone and among others", invariant);
     for (rows, ffn) in [(1, 256), (1, 2048), (3, 256), (9, 256)] {
         let case = Case::new(4096, ffn, 16, 6, rows);
-        suite.case(&format!("moe/between two sites/{rows} rows of {ffn} units"), |suite| between_sites(suite, &case));
+        suite.case(&format!("moe/between two sites/{rows} rows of {ffn} units"), |suite| {
+            between_sites(suite, &case, &case)
+        });
+        let mut other = case.clone();
+        other.cfg.router.scale = 2.5;
+        suite.mutant(&format!("moe/another scale between two sites/{rows} rows of {ffn} units"), |suite| {
+            between_sites(suite, &other, &case)
+        });
     }
     suite.case("moe/clamps", |suite| clamps(suite, |gate, limit| gate.min(limit)));
     suite.mutant("moe/gate clamped on both sides", |suite| clamps(suite, |gate, limit| gate.clamp(-limit, limit)));
-    suite.mutant("moe/of equal scores the higher id", |suite| {
-        let case = Case { scores: Scores::Ties, ..Case::new(1024, 256, 64, 6, 4) };
-        let [mut want, got] = both(suite, &case)?;
-        let (experts, score) = (case.cfg.router.experts, |e: usize| {
-            if e.is_multiple_of(3) {
-                0
-            } else if e.is_multiple_of(5) {
-                1
-            } else {
-                e
-            }
-        });
-        for ids in want.ids.chunks_exact_mut(case.cfg.router.chosen) {
-            // The last of the experts that share a chosen one's score, as far as it is not chosen too.
-            for i in (0..ids.len()).rev() {
-                let same =
-                    (0..experts).rev().find(|&e| score(e) == score(ids[i] as usize) && !ids.contains(&(e as u32)));
-                if let Some(e) = same {
-                    ids[i] = e as u32;
-                }
-            }
-            ids.sort_unstable();
-        }
-        compare(&want, &got)
-    });
-    suite.mutant("moe/another scale of the weights", |suite| {
-        let case = Case::new(1024, 256, 32, 6, 4);
+    for (experts, rows) in [(64, 4), (256, 1)] {
+        let case = Case { scores: Scores::Ties, ..Case::new(1024, 256, experts, 6, rows) };
+        suite.mutant(&format!("moe/of equal scores the higher id/{experts} experts"), |suite| higher_id(suite, &case));
         let mut other = case.clone();
         other.cfg.router.scale = 2.5;
-        let mut pair = suite.pair(limits(case.rows, 32));
-        let want = run(&mut pair.cpu, &other).map_err(|error| error.to_string())?;
-        let got = run(&mut pair.gpu, &case).map_err(|error| error.to_string())?;
-        equal_or_nan(&want.mid, &got.mid)
-    });
+        suite.mutant(&format!("moe/another scale of the weights/{experts} experts"), |suite| {
+            let mut pair = suite.pair(limits(case.rows, 32));
+            let want = run(&mut pair.cpu, &other).map_err(|error| error.to_string())?;
+            let got = run(&mut pair.gpu, &case).map_err(|error| error.to_string())?;
+            equal_or_nan(&want.mid, &got.mid)
+        });
+    }
     suite.measure("moe", perf);
+}
+
+/// A choice that takes the higher of two ids where their scores are equal.
+fn higher_id(suite: &Suite, case: &Case) -> Verdict {
+    let [mut want, got] = both(suite, case)?;
+    let (experts, score) = (case.cfg.router.experts, |e: usize| {
+        if e.is_multiple_of(3) {
+            0
+        } else if e.is_multiple_of(5) {
+            1
+        } else {
+            e
+        }
+    });
+    for ids in want.ids.chunks_exact_mut(case.cfg.router.chosen) {
+        // The last of the experts that share a chosen one's score, as far as it is not chosen too.
+        for i in (0..ids.len()).rev() {
+            let same = (0..experts).rev().find(|&e| score(e) == score(ids[i] as usize) && !ids.contains(&(e as u32)));
+            if let Some(e) = same {
+                ids[i] = e as u32;
+            }
+        }
+        ids.sort_unstable();
+    }
+    compare(&want, &got)
 }
 
 fn invariant(suite: &Suite) -> Verdict {
@@ -435,10 +445,10 @@ fn run_with<D: Steps + Alloc + Readback + Landing>(dev: &mut D, case: &Case, h: 
 
 /// Three sites with experts between the last two: the gate may do what the site before has put off, products read what the
 /// site left for them, and the last site reads their sum.
-fn between_sites(suite: &Suite, case: &Case) -> Verdict {
-    let mut pair = suite.pair(limits(case.rows, 32));
-    let want = sites(&mut pair.cpu, case).map_err(|error| error.to_string())?;
-    let got = sites(&mut pair.gpu, case).map_err(|error| error.to_string())?;
+fn between_sites(suite: &Suite, cpu: &Case, gpu: &Case) -> Verdict {
+    let mut pair = suite.pair(limits(cpu.rows, 32));
+    let want = sites(&mut pair.cpu, cpu).map_err(|error| error.to_string())?;
+    let got = sites(&mut pair.gpu, gpu).map_err(|error| error.to_string())?;
     all(want.iter().zip(&got).map(|(want, got)| equal_or_nan(want, got)))
 }
 
