@@ -2,7 +2,7 @@
 
 use super::inputs::Source;
 use super::matrix::CudaMatrix;
-use super::plan::{Cut, MAX_SHARED, Shape, tile_bytes};
+use super::plan::{Cut, MAX_SHARED, Places, Shape, tile_bytes};
 use super::{Assigned, FEW_ROWS};
 use crate::cuda::{Arg, Cuda, Grid, Kernel, kernel};
 use crate::error::Result;
@@ -150,18 +150,14 @@ impl Experts {
         let shared_bytes = self.shared_each * tile_bytes(Format::Q8_0, SLICE) as u32;
         self.stages = (shared_bytes / self.stage_bytes).clamp(1, (self.each * per_unit).div_ceil(warps));
         self.warp_bytes = shared_bytes.max(self.stages * self.stage_bytes);
-        let mut at = (8 * warps * (self.stages + self.shared_each)).next_multiple_of(128);
-        let mut place = |bytes: u32| {
-            let here = at;
-            at += bytes.next_multiple_of(16);
-            here
-        };
+        let mut places = Places::behind(warps * (self.stages + self.shared_each));
+        let mut place = |bytes| places.take(bytes);
         self.table_at = place(32 << 10);
         self.q_at = place(self.cut.slices * 272);
         self.d_at = place(self.cut.slices * 32);
         self.sums_at = place(self.cut.slices * 32);
         self.partials_at = place(2 * (self.shared_groups * tiles + self.each * per_unit) * 128);
-        self.ring_at = at.next_multiple_of(128);
+        self.ring_at = places.rest();
         let shared = self.ring_at + warps * self.warp_bytes;
         (shared <= ALL_SHARED).then_some(Shape { blocks, threads: 32 * warps, shared })
     }
@@ -201,19 +197,15 @@ impl Experts {
         let codes = self.most_staged * self.cut.slices;
         let shared_ring = warps * self.shared_each * tile_bytes(Format::Q8_0, SLICE) as u32;
         let mut sized = |stages: u32| {
-            let mut at = (8 * warps * (stages + self.shared_each)).next_multiple_of(128);
-            let mut place = |bytes: u32| {
-                let here = at;
-                at += bytes.next_multiple_of(16);
-                here
-            };
+            let mut places = Places::behind(warps * (stages + self.shared_each));
+            let mut place = |bytes| places.take(bytes);
             self.table_at = place(room.table);
             self.q_at = place(codes * 272);
             self.d_at = place(codes * 32);
             self.sums_at = place(codes * 32);
             self.sums_of_at = place(room.sums);
             self.partials_at = place(room.partials * 128);
-            self.shared_ring_at = at.next_multiple_of(128);
+            self.shared_ring_at = places.rest();
             self.ring_at = self.shared_ring_at + shared_ring;
             self.ring_at + warps * stages * self.stage_bytes
         };

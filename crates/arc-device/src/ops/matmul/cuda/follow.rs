@@ -309,3 +309,38 @@ impl Workspace {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{MOST_FIRST, MOST_SECOND, PLACES, Run, share};
+
+    /// Every group has a block, no block has more than the kernel's parts have room for, and nobody has much more than his
+    /// share: DeepSeek-V4-Flash's layers without a compressor, with one, and with an indexer beside, and small ones.
+    #[test]
+    fn blocks_take_every_group() {
+        for (low, pool, queries) in [(192, 0, 4096), (192, 128, 4096), (192, 328, 4096), (136, 2, 256), (136, 18, 256)]
+        {
+            let tiles = |tiles, groups| Run { groups, tiles, ..Run::default() };
+            let (mut first, mut second) = ([tiles(4, low), tiles(4, pool)], tiles(1, queries));
+            let bytes = [4 * 8704, 4 * 16384, 8704];
+            let split = share(&mut first, &mut second, bytes, 132).expect("they fit");
+            let others = 132 - split;
+            assert!(split * first[0].each >= low && others * first[1].each >= pool, "{low} {pool}");
+            assert!(split * second.each + others * second.others >= queries, "{low} {pool} {queries}");
+            assert!(first[0].each.max(first[1].each) <= MOST_FIRST && first[0].each * first[0].tiles <= PLACES);
+            assert!(second.each.max(second.others) <= MOST_SECOND);
+            let all: usize =
+                [low, pool, queries].iter().zip(bytes).map(|(groups, bytes)| *groups as usize * bytes).sum();
+            let load = first[0].each as usize * bytes[0] + second.each as usize * bytes[2];
+            assert!(load <= all.div_ceil(132) + bytes[0] + bytes[1] + bytes[2], "{load} of {all}");
+        }
+    }
+
+    /// A block that has more of the first product than its ring has places would wait for itself.
+    #[test]
+    fn what_does_not_fit_is_left_alone() {
+        let run = |tiles, groups| Run { groups, tiles, ..Run::default() };
+        let (mut first, mut second) = ([run(4, 1000), Run::default()], run(1, 4096));
+        assert_eq!(share(&mut first, &mut second, [4 * 8704, 0, 8704], 132), None);
+    }
+}

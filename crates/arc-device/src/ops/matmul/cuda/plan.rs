@@ -173,6 +173,30 @@ pub(crate) struct Embed {
 }
 const _: () = assert!(size_of::<Embed>() == 248);
 
+/// Gives the parts of a block's shared memory their places, one behind the other.
+pub(super) struct Places {
+    at: u32,
+}
+
+impl Places {
+    /// Behind so many barriers.
+    pub fn behind(barriers: u32) -> Places {
+        Places { at: (8 * barriers).next_multiple_of(128) }
+    }
+
+    /// The place of so many bytes, on a border of 16.
+    pub fn take(&mut self, bytes: u32) -> u32 {
+        let here = self.at;
+        self.at += bytes.next_multiple_of(16);
+        here
+    }
+
+    /// What is left begins here, on a border of 128.
+    pub fn rest(&self) -> u32 {
+        self.at.next_multiple_of(128)
+    }
+}
+
 /// Blocks, threads and shared memory of a launch over few rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Shape {
@@ -287,12 +311,8 @@ impl Product {
         let floats = format.coding() == Coding::Float;
         let (codes, floats) = (u32::from(!floats) * taken * slices, u32::from(floats) * taken * slices);
         let mut shared = |warps: u32, stages: u32| {
-            let mut at = (8 * warps * stages).next_multiple_of(128);
-            let mut place = |bytes: u32| {
-                let here = at;
-                at += bytes.next_multiple_of(16);
-                here
-            };
+            let mut places = Places::behind(warps * stages);
+            let mut place = |bytes| places.take(bytes);
             self.table_at = place(if format == Format::Iq2Xxs { 1024 } else { 0 });
             self.q_at = place(codes * 272);
             self.d_at = place(codes * 32);
@@ -301,7 +321,7 @@ impl Product {
             self.squares_at = place(if normed { taken * 256 } else { 0 });
             self.norm_at = place(if normed { 4 * self.cut.cols } else { 0 });
             self.partials_at = place(2 * items * taken * 128);
-            self.ring_at = at.next_multiple_of(128);
+            self.ring_at = places.rest();
             self.ring_at + warps * stages * self.stage_bytes
         };
         while shared(warps, 1) > MAX_SHARED {
