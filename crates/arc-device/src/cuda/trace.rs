@@ -187,12 +187,25 @@ fn table(text: &mut String, name: &str, replays: usize, launches: &[Launched], s
     let _ = writeln!(text);
 }
 
+/// Kernels that leave marks: `MarkKind` of pdl.cuh.
+const KINDS: [&str; 10] = [
+    "product over few rows",
+    "two products",
+    "experts' units",
+    "one row's units",
+    "experts' sums",
+    "site",
+    "router",
+    "choice",
+    "attention",
+    "rows",
+];
 /// Words of a block's record: whose it is, then a time a mark.
 const RECORD: usize = 8;
 /// Blocks of one launch pass their wait within so many nanoseconds.
 const APART: u64 = 2500;
 
-/// Times inside blocks, by kernel (the tag that it gives [`Marks` of pdl.cuh]): of every mark the median and the last of a
+/// Times inside blocks, by kernel and what tells its launches apart (`Marks` of pdl.cuh): of every mark the median and the last of a
 /// launch's blocks, in us since the first of them passed its wait (mark 2); of both the median over launches.
 fn marks_table(text: &mut String, records: &[u64]) {
     let mut kinds: BTreeMap<u64, Vec<&[u64]>> = BTreeMap::new();
@@ -204,9 +217,10 @@ fn marks_table(text: &mut String, records: &[u64]) {
         values.get(values.len() / 2).copied()
     };
     for (tag, mut blocks) in kinds {
+        let name = KINDS.get((tag >> 12) as usize).copied().unwrap_or("unknown");
         blocks.sort_by_key(|record| record[2]);
         let launches: Vec<&[&[u64]]> = blocks.chunk_by(|a, b| b[2] - a[2] < APART).collect();
-        let _ = write!(text, "blocks of kind {tag:#x}: {} in {} launches;", blocks.len(), launches.len());
+        let _ = write!(text, "{name} ({}): {} blocks of {} launches;", tag & 0xfff, blocks.len(), launches.len());
         for mark in 1..RECORD {
             let (mut middle, mut last) = (Vec::new(), Vec::new());
             for launch in &launches {
@@ -229,11 +243,11 @@ mod tests {
 
     #[test]
     fn marks_are_counted_from_the_first_wait_of_a_launch() {
-        let block = |at: u64| [7 << 48, at, at + 1000, at + 3000, 0, 0, 0, 0];
+        let block = |at: u64| [0x9003 << 48, at, at + 1000, at + 3000, 0, 0, 0, 0];
         let records = [block(50_000), block(50_400), block(10_000), [0; 8], block(50_900)].concat();
         let mut text = String::new();
         marks_table(&mut text, &records);
-        assert_eq!(text, "blocks of kind 0x7: 4 in 2 launches; 1: -0.60/-0.10 2: 0.40/0.90 3: 2.40/2.90\n");
+        assert_eq!(text, "rows (3): 4 blocks of 2 launches; 1: -0.60/-0.10 2: 0.40/0.90 3: 2.40/2.90\n");
     }
 
     #[test]

@@ -119,7 +119,7 @@ __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float
     __shared__ __align__(16) float chunk[kSumChunk], collapsed[kSumChunk], sums[COUNT + 1][kClusterBlocks + 1];
     __shared__ float squares[kStreams];
     __shared__ uint64_t bars[2];
-    const Marks marks(4);
+    const Marks marks(kMarkSite);
     pdl_launch();
     if (threadIdx.x == 0) {
         expect(&bars[0], 4 * (COUNT + 1) * kClusterBlocks);

@@ -303,7 +303,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     __shared__ float2 weight_of[kMostBlocks][kHeads];  // maximum and sum of every split, where all are local
     __shared__ uint64_t parcel;                        // what other blocks send: these and the block's share of their sums
     __shared__ __align__(16) float angles[kRopeDim];
-    const Marks marks(6);
+    const Marks marks(kMarkAttend);
     pdl_launch();
     const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
     const uint32_t r = blockIdx.z, first_head = blockIdx.y * kHeads, heads = min(kHeads, a.heads - first_head);

@@ -2,7 +2,7 @@
 //
 // latent_rows    rows and index queries, a warp each; and per compressor a block that pools the row which the token
 //                completes. Tokens of short runs enter their rings here, since nothing that this step still reads stands
-//                there. Exact.
+//                there. One block more does what the site before has put off (hc.cu). Exact.
 // latent_rings   the tokens of longer runs, after the attention that reads what they overwrite. Exact.
 #include "ops/hc/hc.cuh"
 #include "ops/latent/latent.cuh"
@@ -98,7 +98,7 @@ __device__ void send_for_rows(const LatentArgs& a, const StepView& view, uint32_
 extern "C" __global__ void __launch_bounds__(128)
     latent_rows(LatentArgs a, StepView view, float* mixing, unsigned iterations, float eps) {
     __shared__ __align__(16) float row[kMaxLatent];
-    const Marks marks(7);
+    const Marks marks(kMarkRows);
     const uint32_t r = blockIdx.y;
     // Products over more rows let their successor start before their own wait.
     const bool ahead = a.n_rows <= kFewRows;

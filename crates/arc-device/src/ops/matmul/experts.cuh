@@ -148,7 +148,7 @@ struct ExpertsOf {
     }
 
     __device__ void up() {
-        const Marks marks(2);
+        const Marks marks(kMarkUp);
         const uint32_t per_unit = p.unit_groups * tiles, units_of = p.outputs / 32;  // pairs of tiles of a unit; units of an expert
         const bool alone = p.rows == 1;
         auto assignment = [&](uint32_t i) { return alone ? i : word_of(p.order, i); };
@@ -233,7 +233,7 @@ struct ExpertsOf {
 
     // Units of one row's experts, and of the shared one. Its tiles stand where the routed ones come later.
     __device__ void up_all() {
-        const Marks marks(10);
+        const Marks marks(kMarkUpAll);
         const uint32_t per_unit = p.unit_groups * tiles, units_of = p.outputs / 32, first = blockIdx.x * p.each;
         uint8_t* own = smem + p.ring_at + (size_t)warp * p.warp_bytes;
         uint64_t* shared_bars = bars + p.stages;
@@ -319,7 +319,7 @@ struct ExpertsOf {
     }
 
     __device__ void down() {
-        const Marks marks(3);
+        const Marks marks(kMarkDown);
         const uint32_t of_expert = p.unit_groups * tiles, n_tiles = p.chosen * of_expert;
         const uint32_t shared_tiles = p.shared != 0 ? of_expert : 0;
         const uint32_t groups = (p.outputs + wide - 1) / wide, units_of = (groups + p.unit_groups - 1) / p.unit_groups;

@@ -213,7 +213,7 @@ struct Following {
     }
 
     __device__ __forceinline__ void run() const {
-        const Marks marks(8 | NORMED << 4 | behind << 5);
+        const Marks marks(kMarkFollow, NORMED | behind << 1);
         if (threadIdx.x == kThreads) {
             for (uint32_t i = 0; i < 2 * kPlaces; ++i) barrier_init(full(i));
             words()[1] = 0;

@@ -147,7 +147,7 @@ struct Gemv {
         chunks = (p.groups + p.per_block - 1) / p.per_block;
         // Warps beyond those that have tiles only help with the rows.
         const bool works = warp < warps;
-        const Marks marks(1 | p.cut.slices << 4 | p.pair << 14);
+        const Marks marks(kMarkProduct, p.cut.slices);
         uint64_t* bars = reinterpret_cast<uint64_t*>(smem) + warp * p.stages;
         uint8_t* ring = smem + p.ring_at + (size_t)warp * p.stages * p.stage_bytes;
         if (works && lane == 0) {

@@ -145,7 +145,7 @@ __device__ __forceinline__ void router_one(unsigned* ids, float* weights, unsign
     pdl_launch();
     const int t = threadIdx.x, warp = t / 32, lane = t % 32, chunk = warp % CHUNKS;
     if (blockIdx.x < kBlocks) {
-        const Marks marks(5);
+        const Marks marks(kMarkRouter);
         const unsigned first = blockIdx.x * kExperts;
         float4 w[kChunkReads];
         const float4* from =
@@ -167,7 +167,7 @@ __device__ __forceinline__ void router_one(unsigned* ids, float* weights, unsign
         }
         marks.mark(4);
     } else if (blockIdx.x == kBlocks) {
-        const Marks marks(9);
+        const Marks marks(kMarkChooser);
         const float own_bias = table != nullptr ? 0.0f : __ldg(bias + t);
         pdl_wait();
         marks.mark(2);
