@@ -28,32 +28,44 @@ __device__ __forceinline__ void trace_begin() {
 
 // Whose times they are: the order of KINDS in cuda/trace.rs. `detail` tells launches of a kernel apart, 12 bits: slices of a
 // product; of two products, whether a norm is between them (1) and whether the block has F16 first (2).
-enum MarkKind : unsigned { kMarkProduct, kMarkFollow, kMarkUp, kMarkUpAll, kMarkDown, kMarkSite, kMarkRouter, kMarkChooser, kMarkAttend, kMarkRows };
+enum MarkKind : unsigned { kMarkProduct, kMarkFollow, kMarkUp, kMarkUpAll, kMarkDown, kMarkSite, kMarkRouter, kMarkChooser, kMarkAttend, kMarkRows, kMarkChoose };
 
 // Times inside a block: thread 0 takes a place when the block begins (mark 1), and leaves a time at every mark. 2: the wait is
 // over; 3 and further: inputs are there, then what the kernel has in order.
 struct Marks {
 #ifdef ARC_TRACE
-    unsigned long long* at = nullptr;
+    unsigned at = ~0u;  // word of `arc_marks`: one register
     __device__ __forceinline__ explicit Marks(MarkKind kind, unsigned detail = 0) {
         if (arc_marks == 0 || threadIdx.x != 0) return;
         unsigned* head = reinterpret_cast<unsigned*>(arc_marks);
         const unsigned place = atomicAdd(head, 1u) % head[1];
-        at = reinterpret_cast<unsigned long long*>(arc_marks) + 8 * (1 + place);
+        at = 8 * (1 + place);
         unsigned sm;
         asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
-        at[0] = (unsigned long long)(kind << 12 | detail & 0xfffu) << 48 | (unsigned long long)sm << 32 | blockIdx.x | blockIdx.y << 16;
+        reinterpret_cast<unsigned long long*>(arc_marks)[at] = (unsigned long long)(kind << 12 | detail & 0xfffu) << 48 | (unsigned long long)sm << 32 | blockIdx.x | blockIdx.y << 16;
         mark(1);
     }
     __device__ __forceinline__ void mark(int i) const {
-        if (at == nullptr) return;
+        if (at == ~0u) return;
         unsigned long long now;
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now) :: "memory");
-        at[i] = now;
+        reinterpret_cast<unsigned long long*>(arc_marks)[at + i] = now;
     }
+    // In shared memory, where registers are few.
+    __device__ __forceinline__ void keep(volatile unsigned* to) const {
+        if (threadIdx.x == 0) *to = at;
+    }
+    static __device__ __forceinline__ void mark(const volatile unsigned* kept, int i) {
+        if (threadIdx.x == 0) Marks{*kept}.mark(i);
+    }
+
+private:
+    __device__ __forceinline__ explicit Marks(unsigned at) : at(at) {}
 #else
     __device__ __forceinline__ explicit Marks(MarkKind, unsigned = 0) {}
     __device__ __forceinline__ void mark(int) const {}
+    __device__ __forceinline__ void keep(volatile unsigned*) const {}
+    static __device__ __forceinline__ void mark(const volatile unsigned*, int) {}
 #endif
 };
 

@@ -188,7 +188,7 @@ fn table(text: &mut String, name: &str, replays: usize, launches: &[Launched], s
 }
 
 /// Kernels that leave marks: `MarkKind` of pdl.cuh.
-const KINDS: [&str; 10] = [
+const KINDS: [&str; 11] = [
     "product over few rows",
     "two products",
     "experts' units",
@@ -199,6 +199,7 @@ const KINDS: [&str; 10] = [
     "choice",
     "attention",
     "rows",
+    "index",
 ];
 /// Words of a block's record: whose it is, then a time a mark.
 const RECORD: usize = 8;
