@@ -1,7 +1,9 @@
 //! The indexer on the GPU: scores of all visible rows, then the best of them.
 
+use crate::MemoryClass;
 use crate::cuda::{Arg, Cuda, CudaBuf, Grid, kernel};
 use crate::error::Result;
+use crate::ops::index::{IndexConfig, MAX_INDEX_DIM};
 use crate::ops::latent::RowFormat;
 use crate::ops::quant::INDEX_DIM;
 use crate::ops_v4::{LatentLayer, LatentState, LatentWork};
@@ -10,6 +12,96 @@ use crate::ops_v4::{LatentLayer, LatentState, LatentWork};
 const KEPT: usize = 48 << 10;
 /// Heads of the scores by int8 `mma`.
 const STRAIGHT_HEADS: usize = 64;
+/// Most scores that `index_choose` picks among, and blocks that score, at most.
+const MOST_CHOSEN: usize = 64 * 256;
+const SCORERS: usize = 64;
+/// Words of a choice: its number, how many blocks of the row's own kernel have left what they have to, how many heads are there;
+/// heads as keys are stored; their weights, then scores, with numbers.
+const PACKED_AT: usize = 4;
+const WEIGHTS_AT: usize = PACKED_AT + MAX_INDEX_DIM * (INDEX_DIM / 2 + 4) / 4;
+const SCORES_AT: usize = WEIGHTS_AT + 2 * MAX_INDEX_DIM;
+
+/// How the index query of a step came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Came {
+    /// It is there when the row's own kernel has let its successor start.
+    Early,
+    /// It is there when that kernel has ended.
+    Late,
+    /// Its heads arrive, packed, while that kernel and its successor run.
+    Beside,
+}
+
+/// What one row's choice beside a product needs.
+pub(crate) struct Choice {
+    words: CudaBuf<u32>,
+    /// How the last index query came.
+    pub came: Came,
+    /// Blocks of the last row's own kernel.
+    pub rows_blocks: u32,
+}
+
+impl Choice {
+    /// For the longest context.
+    pub(crate) fn new(dev: &mut Cuda) -> Result<Choice> {
+        let scores = dev.limits.context.min(MOST_CHOSEN);
+        let words = dev.take("one row's choice", MemoryClass::Workspace, SCORES_AT + 2 * scores)?;
+        Ok(Choice { words, came: Came::Early, rows_blocks: 0 })
+    }
+
+    /// Whether one row's choice among the keys of a context of `tokens` can run beside a product.
+    pub(crate) fn fits(&self, layer: &LatentLayer<'_, Cuda>, tokens: usize) -> bool {
+        let most = layer.index.map_or(usize::MAX, |(_, keys)| tokens / keys.ratio);
+        straight(layer) && 2 * most <= self.words.len() - SCORES_AT
+    }
+
+    /// Address of the number of the choice before.
+    pub(crate) fn number(&self) -> u64 {
+        self.words.ptr()
+    }
+
+    /// Address of how many blocks of the row's own kernel have left what they have to.
+    pub(crate) fn left(&self) -> u64 {
+        self.words.ptr() + 4
+    }
+
+    /// Address of how many heads of the index query are there.
+    fn heads(&self) -> u64 {
+        self.words.ptr() + 8
+    }
+
+    /// Address of the heads' weights, each with the number of the choice.
+    pub(crate) fn weights(&self) -> u64 {
+        self.words.ptr() + 4 * WEIGHTS_AT as u64
+    }
+
+    /// Address of the index query, a key a head.
+    pub(crate) fn packed(&self) -> u64 {
+        self.words.ptr() + 4 * PACKED_AT as u64
+    }
+}
+
+/// `Sent` of index.cu.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct Sent {
+    packed: u64,
+    weights: u64,
+    scores: u64,
+    number: u64,
+    heads: u64,
+    left: u64,
+    blocks: u32,
+    most: u32,
+    factor: f32,
+}
+const _: () = assert!(size_of::<Sent>() == 64);
+
+/// Whether keys and queries may meet as integers.
+fn straight(layer: &LatentLayer<'_, Cuda>) -> bool {
+    let fits = |index: IndexConfig| index.heads == STRAIGHT_HEADS && index.dim == INDEX_DIM;
+    layer.key_format == RowFormat::Fp4 && layer.index.is_some_and(|(index, _)| fits(index))
+}
 
 impl Cuda {
     /// The stage `index_select`.
@@ -31,7 +123,28 @@ impl Cuda {
         assert!(most.div_ceil(8) < 1 << 16, "a choice among {most} rows");
         // As on the CPU.
         let factor = (cfg.dim as f32).sqrt().recip() * (cfg.heads as f32).sqrt().recip();
-        let straight = layer.key_format == RowFormat::Fp4 && cfg.heads == STRAIGHT_HEADS && cfg.dim == INDEX_DIM;
+        let straight = straight(layer);
+        let came =
+            self.latent.choice.as_mut().map_or(Came::Early, |choice| std::mem::replace(&mut choice.came, Came::Early));
+        if let Some(choice) = self.latent.choice.as_ref().filter(|_| came == Came::Beside) {
+            let (blocks, view) = (most.div_ceil(8 * 8).clamp(1, SCORERS) + 1, self.view());
+            let sent = Sent {
+                packed: choice.packed(),
+                weights: choice.weights(),
+                scores: choice.words.ptr() + 4 * SCORES_AT as u64,
+                number: choice.number(),
+                heads: choice.heads(),
+                left: choice.left(),
+                blocks: choice.rows_blocks,
+                most: most as u32,
+                factor,
+            };
+            return self.launch(
+                kernel!("index_choose"),
+                Grid::new(blocks as u32, 256),
+                &[Arg::of(&args), Arg::of(&sent), picks.into(), Arg::of(&view)],
+            );
+        }
         let processors = self.multiprocessors() as usize;
         let at_once = (room / most.max(1)).min(rows);
         let view = self.view();
@@ -50,6 +163,7 @@ impl Cuda {
                     (first as u32).into(),
                     factor.into(),
                     u32::from(straight).into(),
+                    u32::from(came == Came::Late).into(),
                     Arg::of(&view),
                 ],
             )?;

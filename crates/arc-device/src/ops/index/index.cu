@@ -7,6 +7,9 @@
 //              the CPU's order step by step.
 // index_pick   the best of a row: of few, by a block that holds them in registers and finds the least chosen one two bits at
 //              a time; of many, by radix selection over the blocks of a cluster.
+// index_choose both for one row, beside the product that makes the queries of its attention: the index query came first
+//              (follow.cu), packed as keys are. One block more looks for the scores, which have a number beside them that is
+//              another in every launch, and picks. Small blocks: there is room for one beside the product.
 #include "ops/index/index.cuh"
 #include "ops/latent/latent.cuh"
 #include "pdl.cuh"
@@ -70,22 +73,23 @@ __device__ __forceinline__ Scales scales_of(uint32_t bytes, uint32_t zeros) {
 // Half a scale, as the doubled integers want it.
 __device__ __forceinline__ float half_scale(uint32_t bytes, uint32_t b) { return __uint_as_float(((bytes >> 8 * b & 0xff) - 1) << 23); }
 
-// Values of one key as a warp holds them.
+// Values of one key as a warp holds them, past the first cache: it may just have been stored.
 __device__ __forceinline__ void read_key(float (&x)[4], const uint8_t* key, uint32_t dim, uint32_t format) {
     const uint32_t lane = threadIdx.x & 31;
     if (format != kRowFp4) {
-        load_row(x, reinterpret_cast<const float*>(key), dim);
+        load_row_early(x, reinterpret_cast<const float*>(key), dim);
         return;
     }
 #pragma unroll
     for (uint32_t j = 0; j < 4; ++j) {
-        const uint32_t byte = key[16 * j + (lane & 15)];
-        x[j] = __fmul_rn(e2m1_to_f32(lane < 16 ? byte & 15 : byte >> 4), e8m0_to_f32(key[kDim / 2 + j]));
+        const uint32_t byte = __ldcg(key + 16 * j + (lane & 15));
+        x[j] = __fmul_rn(e2m1_to_f32(lane < 16 ? byte & 15 : byte >> 4), e8m0_to_f32(__ldcg(key + kDim / 2 + j)));
     }
 }
 
-// Score of one key by a warp, every operation as on the CPU. Heads: at most 128.
-__device__ float score_in_order(const float* q, const float* weights, const uint8_t* key, uint32_t heads, uint32_t dim,
+// Score of one key by a warp, every operation as on the CPU. Heads: at most 128. query(x, h): values of a head.
+template <typename Query>
+__device__ float score_in_order(Query query, const float* weights, const uint8_t* key, uint32_t heads, uint32_t dim,
                                 uint32_t format) {
     const uint32_t lane = threadIdx.x & 31;
     float x[4], terms[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -95,7 +99,7 @@ __device__ float score_in_order(const float* q, const float* weights, const uint
     for (uint32_t first = 0; first < heads; first += kTogether) {
         float y[kTogether][4];
 #pragma unroll
-        for (uint32_t i = 0; i < kTogether; ++i) load_row(y[i], q + (size_t)min(first + i, heads - 1) * dim, dim);
+        for (uint32_t i = 0; i < kTogether; ++i) query(y[i], min(first + i, heads - 1));
 #pragma unroll
         for (uint32_t i = 0; i < kTogether; ++i) {
             const uint32_t h = first + i;
@@ -112,13 +116,127 @@ __device__ float score_in_order(const float* q, const float* weights, const uint
     return fold_power(terms, heads);
 }
 
+// What is known of all scales of a row's queries.
+struct Limits {
+    uint32_t span, least, highest, exact;  // exact: whether codes and scales are the queries
+};
+
+// A row's queries as a warp multiplies them: of every tile of 16, heads lane / 4 and lane / 4 + 8.
+struct Queries {
+    uint32_t x[kTiles][kBlocks][4];
+    float scale[kTiles][2][kBlocks], weight[kTiles][2];
+
+    __device__ __forceinline__ void load_scales(const float* weights, const uint32_t* bytes, uint32_t stride) {
+        const uint32_t lane = threadIdx.x & 31;
+#pragma unroll
+        for (uint32_t m = 0; m < kTiles; ++m) {
+#pragma unroll
+            for (uint32_t half = 0; half < 2; ++half) {
+                const uint32_t h = 16 * m + 8 * half + (lane >> 2);
+                weight[m][half] = weights[h];
+#pragma unroll
+                for (uint32_t b = 0; b < kBlocks; ++b) scale[m][half][b] = half_scale(bytes[h * stride], b);
+            }
+        }
+    }
+};
+
+// Eight keys as a warp holds them: the lane has a quarter of every block of key lane / 4, and that key's scales.
+struct Keys {
+    uint32_t raw[kBlocks], bytes;
+
+    __device__ __forceinline__ void load(const uint8_t* at) {
+        const uint32_t* key = reinterpret_cast<const uint32_t*>(at);
+#pragma unroll
+        for (uint32_t b = 0; b < kBlocks; ++b) raw[b] = __ldcg(key + 4 * b + (threadIdx.x & 3));
+        bytes = __ldcg(key + kDim / 8);
+    }
+};
+
+// Scores of eight keys. next(): the keys have been looked at; put(i, ordinal): by one lane; in_order(i): score of the i-th by
+// the warp in the CPU's order.
+template <typename Next, typename Put, typename InOrder>
+__device__ __forceinline__ void score_tile(const Queries& q, const Keys& keys, const Limits& limits, Next next, Put put,
+                                           InOrder in_order) {
+    const uint32_t lane = threadIdx.x & 31;
+    uint32_t zeros = 0;
+#pragma unroll
+    for (uint32_t b = 0; b < kBlocks; ++b) {
+        const uint32_t used = __ballot_sync(kFull, (keys.raw[b] & 0x77777777u) != 0);
+        zeros |= (uint32_t)((used >> (lane & 28) & 15) == 0) << b;
+    }
+    const Scales s = scales_of(keys.bytes, zeros);
+    const bool plain = limits.exact && limits.span + s.most - s.least <= kMostSpan && limits.least + s.least >= 254 - 110 &&
+                       limits.highest + s.most <= 254 + 100 && s.most != kPoison && limits.highest != kPoison;
+    // Columns 2 (lane % 4) and the next of the tile.
+    float key_scale[2][kBlocks], sum[kTiles][2][2];
+#pragma unroll
+    for (uint32_t e = 0; e < 2; ++e) {
+        const uint32_t of = __shfl_sync(kFull, s.bytes, 8 * (lane & 3) + 4 * e);
+#pragma unroll
+        for (uint32_t b = 0; b < kBlocks; ++b) key_scale[e][b] = half_scale(of, b);
+    }
+#pragma unroll
+    for (uint32_t b = 0; b < kBlocks; ++b) {
+        const uint32_t b0 = doubled(keys.raw[b] & 0x0f0f0f0fu), b1 = doubled(keys.raw[b] >> 4 & 0x0f0f0f0fu);
+#pragma unroll
+        for (uint32_t m = 0; m < kTiles; ++m) {
+            int c[4];
+            mma_s8(c, q.x[m][b], b0, b1);
+#pragma unroll
+            for (uint32_t i = 0; i < 4; ++i) {
+                const float dot = __fmul_rn(__fsub_rn(__int_as_float(c[i]), kMagic), q.scale[m][i / 2][b]);
+                float& to = sum[m][i / 2][i % 2];
+                to = b == 0 ? __fmul_rn(dot, key_scale[i % 2][b]) : __fmaf_rn(dot, key_scale[i % 2][b], to);
+            }
+        }
+    }
+    next();
+    float total[2];
+#pragma unroll
+    for (uint32_t e = 0; e < 2; ++e) {
+        float t[kTiles][2];
+#pragma unroll
+        for (uint32_t m = 0; m < kTiles; ++m) {
+#pragma unroll
+            for (uint32_t half = 0; half < 2; ++half) {
+                const float v = sum[m][half][e];
+                t[m][half] = __fadd_rn(__fmul_rn(q.weight[m][half], v < 0.0f ? 0.0f : v), 0.0f);
+            }
+        }
+        // Heads h + 32, h + 16, h + 8 stand in the lane, h + 4, h + 2, h + 1 in others.
+        const float low = __fadd_rn(__fadd_rn(t[0][0], t[2][0]), __fadd_rn(t[1][0], t[3][0]));
+        const float high = __fadd_rn(__fadd_rn(t[0][1], t[2][1]), __fadd_rn(t[1][1], t[3][1]));
+        float v = __fadd_rn(low, high);
+#pragma unroll
+        for (int half = 16; half >= 4; half >>= 1) v = __fadd_rn(v, __shfl_xor_sync(kFull, v, half));
+        total[e] = v;
+    }
+    const uint32_t slow = __ballot_sync(kFull, !plain);
+    if (lane < 4) {
+#pragma unroll
+        for (uint32_t e = 0; e < 2; ++e) {
+            const uint32_t i = 2 * lane + e;
+            if ((slow >> 4 * i & 1) == 0) put(i, ordinal(total[e]));
+        }
+    }
+    if (slow != 0) {
+        for (uint32_t i = 0; i < 8; ++i) {
+            if ((slow >> 4 * i & 1) == 0) continue;
+            const float score = in_order(i);
+            if (lane == 0) put(i, ordinal(score));
+        }
+    }
+}
+
 }  // namespace
 
 // Grid: (blocks of a row, rows of this launch). Dynamic shared memory: a row's queries. `scores`: [rows of this launch, most]; `first`: the first of these rows.
-// `factor`: what the projected weights are multiplied by. `straight`: whether int8 mma may be used.
+// `factor`: what the projected weights are multiplied by. `straight`: whether int8 mma may be used. `late`: whether
+// queries and their weights are there only when the kernel before has ended.
 extern "C" __global__ void __launch_bounds__(256)
     index_score(LatentArgs a, uint32_t* scores, uint32_t most, uint32_t first, float factor, uint32_t straight,
-                StepView view) {
+                uint32_t late, StepView view) {
     __shared__ __align__(16) int8_t codes[kHeads][kCodeStride];
     __shared__ float weights[kIndexDim];
     __shared__ uint32_t bytes_of[kHeads];
@@ -126,9 +244,10 @@ extern "C" __global__ void __launch_bounds__(256)
     extern __shared__ __align__(16) float q[];  // [heads][dim]
     pdl_launch();
     const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+    if (late) pdl_wait();
     if (thread == 0) span = 0, least = 255, highest = 0, exact = 1;
     __syncthreads();
-    // Queries, their weights, keys and what is known of the row are there already (latent.cu, "What runs ahead").
+    // Otherwise queries, their weights, keys and what is known of the row are there already (latent.cu, "What runs ahead").
     const uint32_t r = first + blockIdx.y;
     const uint32_t heads = a.index_heads, dim = a.index_dim;
     // On their way before anything is known of the row.
@@ -144,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (visible <= a.top || visible > most || idle) {
         asm volatile("cp.async.wait_all;" ::: "memory");
         if (blockIdx.x != 0) return;
-        pdl_wait();
+        if (!late) pdl_wait();
         // The step's context class was too small.
         if (visible > most && thread == 0) report_fault(view, 0x69780001);
         return;
@@ -154,28 +273,22 @@ extern "C" __global__ void __launch_bounds__(256)
     const float* projected = a.pool + (size_t)r * a.pool_dim + a.pool_dim - heads;
     for (uint32_t h = thread; h < heads; h += kThreads) weights[h] = __fmul_rn(__ldcg(projected + h), factor);
     asm volatile("cp.async.wait_all;" ::: "memory");
+    auto query = [&](float (&x)[4], uint32_t h) { load_row(x, q + (size_t)h * dim, dim); };
     if (!straight) {
         __syncthreads();
-        pdl_wait();
+        if (!late) pdl_wait();
         for (uint32_t w = blockIdx.x * kWarps + warp; w < visible; w += gridDim.x * kWarps) {
             const uint8_t* key = a.keys.rows + a.keys.place(blocks, w) * a.keys.row_bytes;
-            const float score = score_in_order(q, weights, key, heads, dim, a.key_format);
+            const float score = score_in_order(query, weights, key, heads, dim, a.key_format);
             if (lane == 0) scores[w] = ordinal(score);
         }
         return;
     }
     // Queries back to codes: a warp takes heads in turn, as it holds rows.
     // The first tile's keys, meanwhile.
-    uint32_t raw[kBlocks], key_bytes = 0;
-    auto bring = [&](uint32_t tile) {
-        // The lane brings a quarter of every block of key lane / 4 of the tile.
-        const uint32_t w = min(tile * 8 + (lane >> 2), visible - 1);
-        const uint32_t* key = reinterpret_cast<const uint32_t*>(a.keys.rows + a.keys.place(blocks, w) * a.keys.row_bytes);
-#pragma unroll
-        for (uint32_t b = 0; b < kBlocks; ++b) raw[b] = __ldcg(key + 4 * b + (lane & 3));
-        key_bytes = __ldcg(key + kDim / 8);
-    };
-    bring(blockIdx.x * kWarps + warp);
+    auto key = [&](uint32_t w) { return a.keys.rows + a.keys.place(blocks, min(w, visible - 1)) * a.keys.row_bytes; };
+    Keys keys;
+    keys.load(key((blockIdx.x * kWarps + warp) * 8 + (lane >> 2)));
     __syncthreads();
     // Hardly unrolled: code that runs once takes its time to come.
 #pragma unroll 2
@@ -205,103 +318,32 @@ extern "C" __global__ void __launch_bounds__(256)
         }
     }
     __syncthreads();
-    pdl_wait();
+    if (!late) pdl_wait();
     const uint32_t tiles = (visible + 7) / 8;
-    uint32_t x[kTiles][kBlocks][4];
-    float head_scale[kTiles][2][kBlocks], weight[kTiles][2];
+    Queries queries;
 #pragma unroll
     for (uint32_t m = 0; m < kTiles; ++m) {
 #pragma unroll
         for (uint32_t b = 0; b < kBlocks; ++b) {
             const uint32_t at = (uint32_t)__cvta_generic_to_shared(&codes[16 * m + (lane & 15)][32 * b + (lane >> 4) * 16]);
+            uint32_t(&x)[4] = queries.x[m][b];
             asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(x[m][b][0]), "=r"(x[m][b][1]), "=r"(x[m][b][2]), "=r"(x[m][b][3])
+                         : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                          : "r"(at)
                          : "memory");
         }
-#pragma unroll
-        for (uint32_t half = 0; half < 2; ++half) {
-            const uint32_t h = 16 * m + 8 * half + (lane >> 2);
-            weight[m][half] = weights[h];
-#pragma unroll
-            for (uint32_t b = 0; b < kBlocks; ++b) head_scale[m][half][b] = half_scale(bytes_of[h], b);
-        }
     }
+    queries.load_scales(weights, bytes_of, 1);
+    const Limits limits{span, least, highest, exact};
     for (uint32_t tile = blockIdx.x * kWarps + warp; tile < tiles; tile += gridDim.x * kWarps) {
-        uint32_t zeros = 0;
-#pragma unroll
-        for (uint32_t b = 0; b < kBlocks; ++b) {
-            const uint32_t used = __ballot_sync(kFull, (raw[b] & 0x77777777u) != 0);
-            zeros |= (uint32_t)((used >> (lane & 28) & 15) == 0) << b;
-        }
-        const Scales s = scales_of(key_bytes, zeros);
-        const bool plain = exact && span + s.most - s.least <= kMostSpan && least + s.least >= 254 - 110 &&
-                           highest + s.most <= 254 + 100 && s.most != kPoison && highest != kPoison;
-        // Columns 2 (lane % 4) and the next of the tile.
-        float key_scale[2][kBlocks], sum[kTiles][2][2];
-#pragma unroll
-        for (uint32_t e = 0; e < 2; ++e) {
-            const uint32_t of = __shfl_sync(kFull, s.bytes, 8 * (lane & 3) + 4 * e);
-#pragma unroll
-            for (uint32_t b = 0; b < kBlocks; ++b) key_scale[e][b] = half_scale(of, b);
-        }
-#pragma unroll
-        for (uint32_t b = 0; b < kBlocks; ++b) {
-            const uint32_t b0 = doubled(raw[b] & 0x0f0f0f0fu), b1 = doubled(raw[b] >> 4 & 0x0f0f0f0fu);
-#pragma unroll
-            for (uint32_t m = 0; m < kTiles; ++m) {
-                int c[4];
-                mma_s8(c, x[m][b], b0, b1);
-#pragma unroll
-                for (uint32_t i = 0; i < 4; ++i) {
-                    const float dot = __fmul_rn(__fsub_rn(__int_as_float(c[i]), kMagic), head_scale[m][i / 2][b]);
-                    float& to = sum[m][i / 2][i % 2];
-                    to = b == 0 ? __fmul_rn(dot, key_scale[i % 2][b]) : __fmaf_rn(dot, key_scale[i % 2][b], to);
-                }
-            }
-        }
-        // The next tile's keys are on their way while this one's terms are summed.
-        bring(tile + gridDim.x * kWarps);
-        float total[2];
-#pragma unroll
-        for (uint32_t e = 0; e < 2; ++e) {
-            float t[kTiles][2];
-#pragma unroll
-            for (uint32_t m = 0; m < kTiles; ++m) {
-#pragma unroll
-                for (uint32_t half = 0; half < 2; ++half) {
-                    const float v = sum[m][half][e];
-                    t[m][half] = __fadd_rn(__fmul_rn(weight[m][half], v < 0.0f ? 0.0f : v), 0.0f);
-                }
-            }
-            // Heads h + 32, h + 16, h + 8 stand in the lane, h + 4, h + 2, h + 1 in others.
-            const float low = __fadd_rn(__fadd_rn(t[0][0], t[2][0]), __fadd_rn(t[1][0], t[3][0]));
-            const float high = __fadd_rn(__fadd_rn(t[0][1], t[2][1]), __fadd_rn(t[1][1], t[3][1]));
-            float v = __fadd_rn(low, high);
-#pragma unroll
-            for (int half = 16; half >= 4; half >>= 1) v = __fadd_rn(v, __shfl_xor_sync(kFull, v, half));
-            total[e] = v;
-        }
-        if (lane < 4) {
-#pragma unroll
-            for (uint32_t e = 0; e < 2; ++e) {
-                const uint32_t to = tile * 8 + 2 * lane + e;
-                if (to < visible) scores[to] = ordinal(total[e]);
-            }
-        }
-        uint32_t slow = __ballot_sync(kFull, !plain);
-        if (slow != 0) {
-            for (uint32_t i = 0; i < 8; ++i) {
-                const uint32_t to = tile * 8 + i;
-                if ((slow >> 4 * i & 1) && to < visible) {
-                    const uint8_t* at = a.keys.rows + a.keys.place(blocks, to) * a.keys.row_bytes;
-                    const float score = score_in_order(q, weights, at, kHeads, kDim, kRowFp4);
-                    // After the lanes that stored the other result.
-                    __syncwarp();
-                    if (lane == 0) scores[to] = ordinal(score);
-                }
-            }
-        }
+        score_tile(
+            queries, keys, limits,
+            // The next tile's keys are on their way while this one's terms are summed.
+            [&]() { keys.load(key((tile + gridDim.x * kWarps) * 8 + (lane >> 2))); },
+            [&](uint32_t i, uint32_t score) {
+                if (tile * 8 + i < visible) scores[tile * 8 + i] = score;
+            },
+            [&](uint32_t i) { return score_in_order(query, weights, key(tile * 8 + i), kHeads, kDim, kRowFp4); });
     }
 }
 
@@ -396,7 +438,10 @@ __device__ void pick_few(const LatentArgs& a, const uint32_t* scores, uint32_t n
         }
         v = sum(v);
         const uint32_t digit = v.y >= a.top ? 3 : v.x >> 16 >= a.top ? 2 : (v.x & 0xffff) >= a.top ? 1 : 0;
+        const uint32_t reach = digit == 3 ? v.y : digit == 2 ? v.x >> 16 : digit == 1 ? v.x & 0xffff : 0;
         found |= digit << shift;
+        // No more reach it than are wanted: it parts them as well as the least chosen one would.
+        if (reach == a.top) break;
     }
     // Larger ones and equal ones, of the thread and before it.
     uint32_t own = 0;
@@ -568,6 +613,270 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     }
     // Nobody leaves while others read what it counted.
     if (blocks > 1) cluster_sync();
+}
+
+namespace {
+
+// Words from one head's packed query to the next in shared memory: codes, then scales.
+constexpr uint32_t kPackedStride = kDim / 8 + 4;
+// Scores of index_choose that stand in shared memory, and those that a lane looks for together.
+constexpr uint32_t kKept = 2048, kTogether = 8;
+// Rows of the attention are sent for where so few times more are visible than will be chosen.
+constexpr uint32_t kAheadTimes = 4;
+
+// What index_choose is told of what others send; `Sent` of index/cuda.rs.
+struct Sent {
+    const uint8_t* packed;    // [kHeads, kIndexRowBytes]: the index query
+    const uint64_t* weights;  // [kHeads], with the number of the choice
+    uint64_t* scores;         // [most], the same
+    uint32_t* number;         // of the choice before
+    uint32_t *heads, *left;   // heads that are there, and blocks of latent_rows that have left what they have to
+    uint32_t blocks, most;    // of latent_rows; rows that may be visible
+    float factor;             // what the projected weights are multiplied by
+    uint32_t unused;
+};
+static_assert(sizeof(Sent) == 64);
+
+// A score and the number of the choice, written and read as one: who finds the number has the score.
+__device__ __forceinline__ void send_score(uint64_t* to, uint32_t score, uint32_t tag) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((uint64_t)tag << 32 | score) : "memory");
+}
+__device__ __forceinline__ uint64_t look_for(const uint64_t* at) {
+    uint64_t x;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(at) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void await(const uint32_t* count, uint32_t n) {
+    while (arrived(count) < n) {}
+}
+
+// What a block that picks has in shared memory.
+struct Picking {
+    uint32_t kept[kKept], bins[kBins];
+    uint32_t sums[kWarps], larger[kWarps], equal[kWarps], digit, rest, faulty;
+};
+
+// The choice among n scores that others send, by a block. The least chosen one is found digit by digit, as in index_pick; then
+// warps, each with a run of neighbours, count who is above it and who is equal, and write. Rolled: what runs once takes its
+// time to come, most of all beside a product.
+__device__ __forceinline__ void pick_sent(const LatentArgs& a, const uint64_t* scores, uint32_t tag, uint32_t n, uint32_t* picks,
+                                          Picking& s, const Marks& marks) {
+    const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, before = (1u << lane) - 1;
+    const uint32_t share = (n + kThreads - 1) / kThreads * 32, begin = min(warp * share, n), end = min(begin + share, n);
+    for (uint32_t i = thread; i < kBins; i += kThreads) s.bins[i] = 0;
+    if (thread == 0) s.faulty = 0;
+    __syncthreads();
+    uint32_t found = 0, need = a.top, larger = 0, equal = 0, skip = 0;
+    // Three digits, then counts, then the choice.
+#pragma unroll 1
+    for (uint32_t pass = 0; pass < 5; ++pass) {
+        const uint32_t shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, mask = pass == 2 ? 1023 : 2047;
+        const uint32_t above = pass == 0 ? 0 : pass == 1 ? 0xffe00000u : 0xfffffc00u;
+#pragma unroll 1
+        for (uint32_t base = begin; base < end; base += 32 * kTogether) {
+            uint32_t x[kTogether];
+            if (pass > 0 && n <= kKept) {
+#pragma unroll
+                for (uint32_t j = 0; j < kTogether; ++j) x[j] = s.kept[min(base + 32 * j + lane, end - 1)];
+            } else {
+                bool all;
+                do {
+                    all = true;
+#pragma unroll
+                    for (uint32_t j = 0; j < kTogether; ++j) {
+                        const uint64_t got = look_for(scores + min(base + 32 * j + lane, end - 1));
+                        x[j] = (uint32_t)got, all = all && got >> 32 == tag;
+                    }
+                } while (!all);
+            }
+#pragma unroll
+            for (uint32_t j = 0; j < kTogether; ++j) {
+                const uint32_t i = base + 32 * j + lane;
+                if (base + 32 * j >= end) break;
+                const bool there = i < end;
+                if (pass < 3) {
+                    if (pass == 0 && there) {
+                        if (n <= kKept) s.kept[i] = x[j];
+                        if (is_nan_ordinal(x[j])) s.faulty = 1;
+                    }
+                    if (there && (x[j] & above) == found) atomicAdd(&s.bins[x[j] >> shift & mask], 1);
+                    continue;
+                }
+                const bool same = there && x[j] == found;
+                const uint32_t more = __ballot_sync(kFull, there && x[j] > found), alike = __ballot_sync(kFull, same);
+                const uint32_t rank = equal + __popc(alike & before), taken = rank > skip ? min(rank - skip, need) : 0;
+                const uint32_t to = larger + __popc(more & before) + taken;
+                if (pass == 4 && ((more >> lane & 1) || (same && rank >= skip && rank < skip + need))) {
+                    picks[to] = to == 0 && s.faulty ? kIndexFault : i;
+                }
+                larger += __popc(more), equal += __popc(alike);
+            }
+        }
+        if (pass == 0) marks.mark(3);
+        if (pass < 3) {
+            __syncthreads();
+            // The thread has the eight bins that come thread-th from the top.
+            uint32_t* mine = s.bins + kBins - 8 * (thread + 1);
+            uint32_t bin[8], sum = 0;
+#pragma unroll
+            for (uint32_t i = 0; i < 8; ++i) bin[i] = mine[i], mine[i] = 0, sum += bin[i];
+            uint32_t reach = sum;
+#pragma unroll
+            for (int step = 1; step < 32; step <<= 1) {
+                const uint32_t other = __shfl_up_sync(kFull, reach, step);
+                if (lane >= step) reach += other;
+            }
+            if (lane == 31) s.sums[warp] = reach;
+            __syncthreads();
+            for (uint32_t w = 0; w < warp; ++w) reach += s.sums[w];
+            if (reach >= need && reach - sum < need) {
+                uint32_t rest = need - (reach - sum), at = 0;
+#pragma unroll
+                for (uint32_t i = 7; i > 0; --i) {
+                    if (at == 0 && rest <= bin[i]) at = i + 1;
+                    if (at == 0) rest -= bin[i];
+                }
+                s.digit = kBins - 8 * (thread + 1) + (at == 0 ? 0 : at - 1), s.rest = rest;
+            }
+            __syncthreads();
+            found |= s.digit << shift, need = s.rest;
+        } else if (pass == 3) {
+            if (lane == 0) s.larger[warp] = larger, s.equal[warp] = equal;
+            __syncthreads();
+            larger = equal = 0;
+            uint32_t equals = 0;
+            for (uint32_t w = 0; w < kWarps; ++w) {
+                if (w < warp) larger += s.larger[w], equal += s.equal[w];
+                equals += s.equal[w];
+            }
+            // Of equal ones the first; in a deliberately wrong variant for tests the last.
+            if (a.mutant == 2) skip = equals - need;
+        }
+    }
+}
+
+}  // namespace
+
+// Grid: blocks that score, and one that picks. It begins with the row's own kernel, when everything before the product that
+// makes the queries has ended; and lets its successor start when that one has left what it has to (latent.cu, "What runs ahead").
+extern "C" __global__ void __maxnreg__(192) index_choose(LatentArgs a, Sent in, uint32_t* picks, StepView view) {
+    __shared__ __align__(16) union {
+        Picking picking;
+        struct {
+            uint32_t codes[kHeads][kPackedStride];
+            float weights[kHeads];
+            uint32_t span, least, highest;
+        } scoring;
+    } shared;
+    const bool picker = blockIdx.x == gridDim.x - 1;
+    const Marks marks(kMarkChoose, picker);
+    const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+    const RowInfo info = info_early(view, 0);
+    const uint32_t tag = __ldcg(in.number) + 1;
+    const uint32_t visible = info.live ? a.keys.visible(info.pos) : 0;
+    const uint32_t scorers = gridDim.x - 1, tiles = (visible + 7) / 8;
+    marks.mark(2);
+    const bool nothing = visible <= a.top || visible > in.most;
+    if (nothing || (!picker && blockIdx.x * kWarps >= tiles)) {
+        if (!nothing || blockIdx.x != 0) return;
+        pdl_wait();
+        if (thread == 0) {
+            *in.heads = *in.left = 0;
+            // The step's context class was too small.
+            if (visible > in.most) report_fault(view, 0x69780001);
+            // The next choice has another number than what was sent for this one.
+            *in.number = tag;
+        }
+        return;
+    }
+    if (picker) {
+        pick_sent(a, in.scores, tag, visible, picks, shared.picking, marks);
+        marks.mark(4);
+        if (thread == 0) {
+            await(in.left, in.blocks);
+            // Whoever had a score to send has read the number, and has found all heads.
+            *in.number = tag, *in.heads = *in.left = 0;
+        }
+        __syncthreads();
+        pdl_launch();
+        pdl_wait();
+        return;
+    }
+    pdl_launch();
+    auto& s = shared.scoring;
+    const uint32_t* blocks = view.blocks + (size_t)info.slot * view.max_blocks;
+    auto place = [&](uint32_t w) { return a.keys.place(blocks, min(w, visible - 1)); };
+    auto key = [&](uint32_t w) { return a.keys.rows + place(w) * a.keys.row_bytes; };
+    const bool completes = (info.pos + 1) % a.keys.ratio == 0;
+    Keys keys;
+    auto bring = [&](uint32_t tile) {
+        // The last key may be the one that the row's token completes.
+        if (completes && tile + 1 == tiles) {
+            if (lane == 0) await(in.left, in.blocks);
+            __syncwarp();
+        }
+        keys.load(key(tile * 8 + (lane >> 2)));
+    };
+    const size_t first = place((blockIdx.x * kWarps + warp) * 8 + (lane >> 2));
+    // Rows that the attention may read, for the second cache.
+    if (visible <= kAheadTimes * a.top && a.rows.ratio == a.keys.ratio) {
+        const uint8_t* row = a.rows.rows + first * a.row_bytes;
+        for (uint32_t at = 128 * (lane & 3); at < a.row_bytes + 127; at += 512) prefetch(row + min(at, a.row_bytes - 1));
+    }
+    bring(blockIdx.x * kWarps + warp);
+    if (thread == 0) {
+        s.span = 0, s.least = 255, s.highest = 0;
+        await(in.heads, kHeads);
+    }
+    __syncthreads();
+    // A thread brings a block of a head's query.
+    const uint32_t* from = reinterpret_cast<const uint32_t*>(in.packed + thread / kBlocks * kIndexRowBytes);
+    uint32_t mine[4];
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) mine[i] = __ldcg(from + thread % kBlocks * 4 + i);
+    const uint32_t bytes = __ldcg(from + kDim / 8);
+    if (thread < kHeads) {
+        uint64_t got;
+        do got = look_for(in.weights + thread);
+        while (got >> 32 != tag);
+        s.weights[thread] = __fmul_rn(__uint_as_float((uint32_t)got), in.factor);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) s.codes[thread / kBlocks][thread % kBlocks * 4 + i] = mine[i];
+    const uint32_t used = __ballot_sync(kFull, ((mine[0] | mine[1] | mine[2] | mine[3]) & 0x77777777u) != 0);
+    const Scales scales = scales_of(bytes, ~(used >> (lane & 28)) & 15);
+    if (thread % kBlocks == 0) s.codes[thread / kBlocks][kDim / 8] = scales.bytes;
+    const uint32_t wide = __reduce_max_sync(kFull, scales.most - scales.least);
+    const uint32_t low = __reduce_min_sync(kFull, scales.least), high = __reduce_max_sync(kFull, scales.most);
+    if (lane == 0) atomicMax(&s.span, wide), atomicMin(&s.least, low), atomicMax(&s.highest, high);
+    __syncthreads();
+    marks.mark(3);
+    Queries queries;
+#pragma unroll
+    for (uint32_t m = 0; m < kTiles; ++m) {
+#pragma unroll
+        for (uint32_t half = 0; half < 2; ++half) {
+#pragma unroll
+            for (uint32_t b = 0; b < kBlocks; ++b) {
+                const uint32_t word = s.codes[16 * m + 8 * half + (lane >> 2)][4 * b + (lane & 3)];
+                queries.x[m][b][half] = doubled(word & 0x0f0f0f0fu), queries.x[m][b][2 + half] = doubled(word >> 4 & 0x0f0f0f0fu);
+            }
+        }
+    }
+    queries.load_scales(s.weights, &s.codes[0][kDim / 8], kPackedStride);
+    const Limits limits{s.span, s.least, s.highest, 1};
+    auto query = [&](float (&x)[4], uint32_t h) { read_key(x, in.packed + h * kIndexRowBytes, kDim, kRowFp4); };
+    for (uint32_t tile = blockIdx.x * kWarps + warp; tile < tiles; tile += scorers * kWarps) {
+        score_tile(
+            queries, keys, limits, [&]() { bring(tile + scorers * kWarps); },
+            [&](uint32_t i, uint32_t score) {
+                if (tile * 8 + i < visible) send_score(in.scores + tile * 8 + i, score, tag);
+            },
+            [&](uint32_t i) { return score_in_order(query, s.weights, key(tile * 8 + i), kHeads, kDim, kRowFp4); });
+    }
+    marks.mark(4);
+    if (blockIdx.x == 0) pdl_wait();
 }
 
 }  // namespace arc

@@ -7,8 +7,10 @@ use crate::cuda::{Arg, Cuda, CudaBuf, Grid, args, kernel};
 use crate::error::{DeviceError, Result};
 use crate::ops::compress::Compressor;
 use crate::ops::hc;
+use crate::ops::index::MAX_INDEX_DIM;
+use crate::ops::index::cuda::{Came, Choice};
 use crate::ops::latent::{LatentConfig, MAX_DIM, ROPE_DIM, RowFormat};
-use crate::ops::matmul::cuda::{Codes, CudaMatrix, Out, Reads, Source, Then, makes_inputs};
+use crate::ops::matmul::cuda::{Codes, CudaMatrix, Out, Query, Reads, Source, Then, makes_inputs};
 use crate::ops::quant::{INDEX_DIM, Inputs};
 use crate::ops_v4::{CompressorWeights, IndexWeights, LatentLayer, LatentState, LatentWeights, LatentWork, PoolState};
 use crate::{MemoryClass, ModelShape, Norm};
@@ -92,15 +94,18 @@ pub(crate) struct LatentArgs {
     scale: f32,
     apart: u32,
     counts: u64,
+    left: u64,
     due: u32,
 }
-const _: () = assert!(size_of::<LatentArgs>() == 328);
+const _: () = assert!(size_of::<LatentArgs>() == 336);
 
 /// Memory of latent attention.
 #[derive(Default)]
 pub(crate) struct Workspace {
     /// `[rows, heads * dim]`: what the heads read, the rotation undone.
     turned: Option<CudaBuf<f32>>,
+    /// What one row's choice among keys needs.
+    pub choice: Option<Choice>,
     /// Which wrong variant runs.
     pub mutant: Mutant,
 }
@@ -110,7 +115,8 @@ impl Workspace {
     pub(crate) fn new(dev: &mut Cuda, shape: &ModelShape) -> Result<Workspace> {
         let len = dev.limits.rows * shape.gathered;
         let turned = (len > 0).then(|| dev.take("unrotated heads", MemoryClass::Workspace, len)).transpose()?;
-        Ok(Workspace { turned, mutant: Mutant::None })
+        let choice = (len > 0).then(|| Choice::new(dev)).transpose()?;
+        Ok(Workspace { turned, choice, mutant: Mutant::None })
     }
 }
 
@@ -247,6 +253,7 @@ impl Cuda {
             scale: att.scale,
             apart: 0,
             counts: 0,
+            left: 0,
             due: 0,
         })
     }
@@ -288,15 +295,27 @@ impl Cuda {
         let norm = Norm { weight: &w.q_norm, eps: att.eps };
         let source = Source { stride: layer.q_rank + att.dim, ..Source::of(&ws.low, layer.q_rank) }.normed(norm);
         let index = w.pool.as_ref().and_then(|pool| pool.index.as_ref()).filter(|_| select && layer.index.is_some());
-        let plain = rows == 1 && index.is_none() && rounding(layer.inputs, &w.q_b) == Inputs::F32;
+        let query = index.and_then(|index| self.query(ws, index, layer));
+        let plain = rows == 1 && index.is_none() == query.is_none() && rounding(layer.inputs, &w.q_b) == Inputs::F32;
         let pool = w.pool.as_ref().map(|pool| &pool.matrix);
         let norm = Norm { weight: &w.q_norm, eps: att.eps };
-        let followed = plain && self.follow_normed((&w.low, pool), &ws.low, norm, &w.q_b, &ws.q)?;
+        let came = match query {
+            None => Came::Early,
+            Some(query) => {
+                if query.weights.is_some() {
+                    Came::Beside
+                } else {
+                    Came::Late
+                }
+            }
+        };
+        let followed = plain && self.follow_normed((&w.low, pool), &ws.low, norm, &w.q_b, &ws.q, query)?;
+        let came = if followed { came } else { Came::Early };
         // The last product is that of the queries: `latent_rows` runs beside it.
         let q = stored(&ws.q, &w.q_b);
         let alike = |index: &&IndexWeights<Cuda>| rounding(layer.inputs, &index.q_b) == rounding(layer.inputs, &w.q_b);
         if followed {
-            // The queries came with `attn_in`.
+            // All queries came with `attn_in`.
         } else if let Some(index) = index.filter(|index| alike(index) && !makes_inputs(rows)) {
             self.prepare_both(&w.q_b, &index.q_b, source.rounded(rounding(layer.inputs, &w.q_b)), rows)?;
             self.product(&index.q_b, stored(&ws.index_q, &index.q_b), rows)?;
@@ -309,14 +328,37 @@ impl Cuda {
             self.late(|dev| dev.product_of(&w.q_b, source.rounded(layer.inputs), q, rows))?;
         }
         let (due, counts) = self.matmul.take_due();
-        let args = LatentArgs { due, counts, ..self.latent_args(ws, state, Some(w), layer, select, rows)? };
+        let left = self.latent.choice.as_ref().filter(|_| came == Came::Beside).map_or(0, Choice::left);
+        let args = LatentArgs { due, counts, left, ..self.latent_args(ws, state, Some(w), layer, select, rows)? };
         let view = self.view();
         let pending = hc::cuda::take_pending(self);
         let (mixing, iterations, eps) = pending.map_or((0, 0, 0.0), |p| (p.mixing, p.iterations, p.eps));
         assert!(pending.is_none_or(|pending| pending.rows == rows as u32), "a site and rows of another step");
-        let grid = Grid::xy(3 + args.index_heads.div_ceil(4) + u32::from(pending.is_some()), rows as u32, 128);
+        // The product before has turned the index query if it has made it.
+        let heads = if followed { 0 } else { args.index_heads.div_ceil(4) };
+        let blocks = 3 + heads + u32::from(pending.is_some());
+        if let Some(choice) = &mut self.latent.choice {
+            (choice.came, choice.rows_blocks) = (came, blocks);
+        }
+        let grid = Grid::xy(blocks, rows as u32, 128);
         let args = args![Arg::of(&args), Arg::of(&view), mixing, iterations, eps];
         self.launch(kernel!("latent_rows"), grid, args)
+    }
+
+    /// The index query of a layer, where it may come with the queries of the attention.
+    fn query<'a>(
+        &self,
+        ws: &LatentWork<Cuda>,
+        index: &'a IndexWeights<Cuda>,
+        layer: &LatentLayer<'_, Cuda>,
+    ) -> Option<Query<'a>> {
+        let (cfg, _) = layer.index?;
+        let stored = layer.key_format == RowFormat::Fp4 && cfg.heads <= MAX_INDEX_DIM && cfg.dim == INDEX_DIM;
+        let choice =
+            self.latent.choice.as_ref().filter(|_| stored && rounding(layer.inputs, &index.q_b) == Inputs::F32)?;
+        let weights = choice.fits(layer, self.tokens()).then(|| (choice.weights(), choice.number()));
+        let rope = layer.rope_table.ptr();
+        Some(Query { w: &index.q_b, out: ws.index_q.ptr(), packed: choice.packed(), rope, weights })
     }
 
     /// The stage `attn_latent`.

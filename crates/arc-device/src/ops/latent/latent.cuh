@@ -43,6 +43,7 @@ struct LatentArgs {
     // Of latent_rows: the number of the launch, arrivals and departures; and how many arrivals to wait for, which tell that
     // `low` and `pool` are there, 0 where they are as soon as it starts.
     uint32_t* counts;
+    uint32_t* left;  // where its blocks arrive when what they leave is there, for a kernel that begins with this one; or null
     uint32_t due;
 
     __device__ uint32_t first_visible(uint32_t pos) const { return pos + 1 > window_len ? pos + 1 - window_len : 0; }
@@ -52,7 +53,7 @@ struct LatentArgs {
     // Whether rows of a run this long may enter the ring before the step's attention has read it.
     __device__ bool short_run(const RowInfo& info) const { return info.back + info.ahead + 1 <= ring - window_len + 1; }
 };
-static_assert(sizeof(LatentArgs) == 328);
+static_assert(sizeof(LatentArgs) == 336);
 
 // What is known of a row, past the first cache.
 __device__ __forceinline__ RowInfo info_early(const StepView& view, uint32_t r) {

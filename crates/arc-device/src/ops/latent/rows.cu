@@ -2,7 +2,8 @@
 //
 // latent_rows    rows and index queries, a warp each; and per compressor a block that pools the row which the token
 //                completes. Tokens of short runs enter their rings here, since nothing that this step still reads stands
-//                there. One block more does what the site before has put off (hc.cu). Exact.
+//                there. One block more does what the site before has put off (hc.cu). With `left`, a kernel that needs
+//                little of it (`index_choose`) begins with it. Exact.
 // latent_rings   the tokens of longer runs, after the attention that reads what they overwrite. Exact.
 #include "ops/hc/hc.cuh"
 #include "ops/latent/latent.cuh"
@@ -103,6 +104,7 @@ extern "C" __global__ void __launch_bounds__(128)
     // Products over more rows let their successor start before their own wait.
     const bool ahead = a.n_rows <= kFewRows;
     if (!ahead) pdl_wait();
+    if (a.left != nullptr) pdl_launch();
     if (a.due != 0) {
         if (threadIdx.x == 0) {
             while (arrived(a.counts + 1) < a.due) {}
@@ -112,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(128)
     const RowInfo info = info_early(view, r);
     if (mixing != nullptr && blockIdx.x == gridDim.x - 1) {
         // The site after the attention is the first to read it: nobody else is kept.
-        pdl_launch();
+        if (a.left == nullptr) pdl_launch();
         if (threadIdx.x < 32) hc::settle(mixing + r * hc::kMixes, iterations, eps);
     } else if (blockIdx.x < 2) {
         const PoolArgs& c = blockIdx.x == 0 ? a.rows : a.keys;
@@ -139,7 +141,8 @@ extern "C" __global__ void __launch_bounds__(128)
     __threadfence();
     __syncthreads();
     marks.mark(2);
-    pdl_launch();
+    if (a.left == nullptr) pdl_launch();
+    if (a.left != nullptr && threadIdx.x == 0) arrive(a.left);
     // Who leaves last prepares the next launch.
     if (a.due != 0 && threadIdx.x == 0 && atomicAdd(a.counts + 2, 1u) + 1 == gridDim.x * gridDim.y) {
         a.counts[1] = 0, a.counts[2] = 0, a.counts[0] += 1;

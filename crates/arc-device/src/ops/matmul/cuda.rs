@@ -17,7 +17,7 @@ use crate::format::{Coding, Format};
 use crate::ops::glu::Activation;
 use crate::{MemoryClass, ModelShape, Norm};
 pub(crate) use experts::Units;
-pub(crate) use follow::Held;
+pub(crate) use follow::{Held, Query};
 pub(crate) use inputs::{Codes, Reads, Source, makes_inputs};
 use inputs::{Given, InputBuffers, Ready};
 pub use matrix::CudaMatrix;

@@ -5,10 +5,13 @@
 // in. Blocks may wait so, since all are resident: there is one a multiprocessor at most, and the kernels before them end.
 //
 // Weights are Q8_0 in groups of 8 rows; blocks from `split` on have another matrix first, of F16, which the second product
-// does not wait for. Exact in Q8_0, since all sums are those of gemv.cuh.
+// does not wait for. Those before may have heads of an indexer's query between the two, F16 too, of the same row as the
+// second: they come first, since the choice among keys begins with them and runs beside the second. Exact, since all sums
+// are those of gemv.cuh.
 //
 // Registers and shared memory leave room for a block of the kernel before and of the one behind: those of hc.cu, rows.cu.
 #include "../../sum.cuh"
+#include "../latent/latent.cuh"
 #include "tiles.cuh"
 
 namespace arc {
@@ -23,12 +26,16 @@ constexpr uint32_t kPlaces = 22;
 constexpr uint32_t kWindow = 4;
 constexpr uint32_t kTile = tile_bytes(Q8_0, kSlice), kHalfTile = tile_bytes(F16, kSlice) / 2;
 static_assert(kHalfTile <= kTile && kTile % 128 == 0);
-constexpr uint32_t kRingAt = 384, kInputsAt = kRingAt + kPlaces * kTile;
-static_assert(16 * kPlaces + 8 <= kRingAt);
+constexpr uint32_t kRingAt = 512, kInputsAt = kRingAt + kPlaces * kTile;
 static_assert(kPlaces >= 2 * kWarps + kWindow);
 // Columns of a second product behind a norm: a chunk of a sum.
 constexpr uint32_t kNormed = kSumChunk;
 static_assert(kNormed == 4 * kThreads);
+// Groups of a head of the index query. A group is one tile.
+constexpr uint32_t kHeadGroups = kIndexDim / 8;
+static_assert(kNormed == kLanes / 8 * kSlice);
+// Where a row behind a norm stands: as int8 with scales, as the others sent it, and where there is an index query as f32.
+constexpr uint32_t kSentAt = kNormed / 256 * (272 + 32), kFloatsAt = kSentAt + 4 * kNormed;
 
 // Consecutive groups of a matrix; `Run` of follow.rs.
 struct Run {
@@ -41,19 +48,47 @@ static_assert(sizeof(Run) == 32);
 // `Follow` of follow.rs.
 struct Follow {
     Run first[2];  // of blocks before `split`, and of those behind
+    Run index;     // of blocks before `split`: whole heads; or none
     Run second;
     uint64_t q, d, floats;  // inputs of the first: int8 and scales, a row for `row_groups` groups; f32
     uint64_t norm;          // weights of the second's norm
     uint64_t counts;        // a number that is another in every launch; of a norm, then arrivals
     uint64_t sent;          // what blocks send to one another
+    uint64_t infos, rope;   // of an index query: where its row stands, and the angles of positions
+    uint64_t heads;         // where its heads are left as keys are stored
+    // Where the last outputs of F16, the heads' weights, are sent for a choice, and its number: that of the one before, two words
+    // in front of how many heads are there. Null: nobody wants to know.
+    uint64_t weights, number;
     float eps;
     uint32_t split, row_groups, cols;  // columns of the first
-    uint32_t first_at, second_at;      // partial sums of the first and of the second, from the inputs on
+    // Partial sums of the first, of the index query and of the second, and angles, from the inputs on.
+    uint32_t first_at, index_at, second_at, angles_at;
 };
-static_assert(sizeof(Follow) == 168);
+static_assert(sizeof(Follow) == 248);
+
+// The thread's number, and an address, as if nobody knew them before: what follows from them does not wait in registers, which
+// are few.
+__device__ __forceinline__ uint32_t this_thread() {
+    uint32_t thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    return thread;
+}
+__device__ __forceinline__ uint32_t* this_place(uint64_t at) {
+    asm volatile("" : "+l"(at));
+    return reinterpret_cast<uint32_t*>(at);
+}
 
 // Barrier of the warps that multiply.
 __device__ __forceinline__ void sync() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
+
+// What a block has of a product. In shared memory, since registers are few.
+struct Part {
+    uint64_t out;            // of its first group
+    uint32_t first, groups;  // its first group, and how many
+    uint32_t tiles, half;    // of a group, and whether they are of F16
+    uint32_t asked;          // places that the tiles before take
+};
+static_assert(sizeof(Part) == 32 && 16 * kPlaces + 16 + 3 * sizeof(Part) <= kRingAt);
 
 // What blocks send to one another has the number of the launch beside it, written and read as one: who finds the number has
 // the value, and there is no flag to wait for before it.
@@ -117,12 +152,13 @@ __device__ __forceinline__ void bring_codes(const uint8_t* q, const uint8_t* d, 
     }
 }
 
-// The row that `send_pair` sends behind its norm as int8, four values a thread: every warp takes the sum of squares by
-// itself.
+// The row that `send_pair` sends behind its norm as int8, with FLOATS as f32 too, four values a thread: every warp takes
+// the sum of squares by itself.
+template <bool FLOATS>
 __device__ __forceinline__ void take_normed(uint64_t sent, uint32_t tag, uint64_t norm, float eps, uint8_t* to) {
-    const uint32_t lane = threadIdx.x & 31, k = 4 * threadIdx.x;
-    float* there = reinterpret_cast<float*>(to + kNormed / 256 * (272 + 32));
-    const float4 weight = load_early(reinterpret_cast<const float4*>(norm) + threadIdx.x);
+    const uint32_t thread = this_thread(), lane = thread & 31, k = 4 * thread;
+    float* there = reinterpret_cast<float*>(to + kSentAt);
+    const float4 weight = load_early(reinterpret_cast<const float4*>(norm) + thread);
     uint64_t got[4];
     do {
 #pragma unroll
@@ -146,58 +182,79 @@ __device__ __forceinline__ void take_normed(uint64_t sent, uint32_t tag, uint64_
     const float squares = chunk_square(v), factor = norm_factor(kNormed, eps, &squares);
     float x[1][4] = {{__fmul_rn(__fmul_rn(mine.x, factor), weight.x), __fmul_rn(__fmul_rn(mine.y, factor), weight.y),
                       __fmul_rn(__fmul_rn(mine.z, factor), weight.z), __fmul_rn(__fmul_rn(mine.w, factor), weight.w)}};
+    if (FLOATS) {
+        *reinterpret_cast<float4*>(to + kFloatsAt + 4 * (k / 256 * 260 + k % 256)) = make_float4(x[0][0], x[0][1], x[0][2], x[0][3]);
+    }
     Quantised out[1];
     quantise(x, out);
     *reinterpret_cast<uint32_t*>(to + k / 256 * 272 + k % 256) = out[0].q;
     if (lane % 8 == 0) *reinterpret_cast<float*>(to + kNormed / 256 * 272 + k / 8) = out[0].d;
 }
 
-// NORMED: the second product's inputs are behind a norm, and there may be a matrix of F16.
-template <bool NORMED>
+// NORMED: the second product's inputs are behind a norm, and there may be a matrix of F16. INDEX: there is an index query.
+template <bool NORMED, bool INDEX>
 struct Following {
     const Follow& p;
     uint8_t* smem;
     bool behind;
-    const Run& a;
-    const Run& b;
-    uint32_t a_first, a_n, b_first, b_n;  // groups of this block
-    uint32_t a_asks, asks;                // places that tiles of the first, and of both, take
 
-    __device__ __forceinline__ Following(const Follow& p, uint8_t* smem)
-        : p(p), smem(smem), behind(NORMED && blockIdx.x >= p.split), a(p.first[behind]), b(p.second) {
-        const uint32_t at = behind ? blockIdx.x - p.split : blockIdx.x, each = behind ? b.others : b.each;
-        a_first = min(at * a.each, a.groups), a_n = min(a.each, a.groups - a_first);
-        b_first = min((behind ? p.split * b.each : 0) + at * each, b.groups), b_n = min(each, b.groups - b_first);
-        a_asks = a_n * a.tiles << behind, asks = a_asks + b_n * b.tiles;
-    }
+    // What a block takes groups of, in this order.
+    enum Of : uint32_t { kFirst, kQuery, kSecond };
 
     __device__ __forceinline__ uint64_t* full(uint32_t place) const { return reinterpret_cast<uint64_t*>(smem) + place; }
     __device__ __forceinline__ uint64_t* empty(uint32_t place) const { return full(kPlaces) + place; }
-    // The number of the launch, and whether the first product's inputs are there.
+    // The number of the launch, whether the first product's inputs are there, the number of the choice, and `Marks`.
     __device__ __forceinline__ volatile uint32_t* words() const { return reinterpret_cast<volatile uint32_t*>(full(2 * kPlaces)); }
+    __device__ __forceinline__ volatile Part& part(uint32_t of) const { return reinterpret_cast<volatile Part*>(words() + 4)[of]; }
     __device__ __forceinline__ uint8_t* tile(uint32_t place) const { return smem + kRingAt + place * kTile; }
+
+    __device__ __forceinline__ const Run& run_of(uint32_t of) const {
+        return INDEX && of == kQuery ? p.index : of == kSecond ? p.second : p.first[behind];
+    }
+
+    // One thread, before anybody looks at them.
+    __device__ __forceinline__ void prepare() const {
+        for (uint32_t i = 0; i < 2 * kPlaces; ++i) barrier_init(full(i));
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        words()[1] = 0;
+        const uint32_t at = behind ? blockIdx.x - p.split : blockIdx.x;
+        uint32_t places = 0;
+#pragma unroll 1
+        for (uint32_t of = kFirst; of <= kSecond; ++of) {
+            const Run& run = run_of(of);
+            const bool others = behind && of == kSecond, none = of == kQuery && (!INDEX || behind);
+            const uint32_t each = none ? 0 : others ? run.others : run.each;
+            const uint32_t first = min((others ? p.split * run.each : 0) + at * each, run.groups);
+            volatile Part& own = part(of);
+            own.first = first, own.groups = min(each, run.groups - first), own.tiles = run.tiles;
+            own.half = of == kFirst ? behind : of == kQuery;
+            own.out = run.out + 32 * first, own.asked = places;
+            places += own.groups * run.tiles << own.half;
+        }
+    }
 
     // One thread sends for all tiles, few at a time: what others load, small as it is, would wait behind all that is on its
     // way. But a block that is late brings what all others wait for nearly as fast as it can: a warp that has taken a tile may
     // look for its next one, kWarps tiles on, whose place must have had its last tile by then, or the barrier's parity would
     // say that it is there. So no more tiles are on their way than places that are so far from a warp.
     __device__ __forceinline__ void bring() const {
-        const uint32_t a_bytes = behind ? kHalfTile : kTile;
-        const uint8_t* from = reinterpret_cast<const uint8_t*>(a.base) + (size_t)(a_first * a.tiles << behind) * a_bytes;
-        uint32_t place = 0, turn = 0, landed = 0, landed_turn = 0, done = 0;
+        uint32_t place = 0, turn = 0, landed = 0, landed_turn = 0, done = 0, i = 0;
 #pragma unroll 1
-        for (uint32_t i = 0; i < asks; ++i) {
-            if (i == a_asks) from = reinterpret_cast<const uint8_t*>(b.base) + (size_t)(b_first * b.tiles) * kTile;
-            const uint32_t window = i < a_asks && words()[1] != 0 ? kPlaces - (kWarps << behind) : kWindow;
-            for (; done + window <= i; ++done) {
-                barrier_wait(full(landed), landed_turn & 1);
-                if (++landed == kPlaces) landed = 0, ++landed_turn;
+        for (uint32_t of = kFirst; of <= kSecond; ++of) {
+            volatile Part& own = part(of);
+            const uint32_t bytes = own.half ? kHalfTile : kTile, end = i + (own.groups * own.tiles << own.half);
+            const uint8_t* from = reinterpret_cast<const uint8_t*>(run_of(of).base) + (size_t)(own.first * own.tiles << own.half) * bytes;
+#pragma unroll 1
+            for (; i < end; ++i, from += bytes) {
+                const uint32_t window = of == kFirst && words()[1] != 0 ? kPlaces - (kWarps << own.half) : kWindow;
+                for (; done + window <= i; ++done) {
+                    barrier_wait(full(landed), landed_turn & 1);
+                    if (++landed == kPlaces) landed = 0, ++landed_turn;
+                }
+                if (turn != 0) barrier_wait(empty(place), turn + 1 & 1);
+                bulk_load(tile(place), from, bytes, full(place));
+                if (++place == kPlaces) place = 0, ++turn;
             }
-            if (turn != 0) barrier_wait(empty(place), turn + 1 & 1);
-            const uint32_t bytes = i < a_asks ? a_bytes : kTile;
-            bulk_load(tile(place), from, bytes, full(place));
-            from += bytes;
-            if (++place == kPlaces) place = 0, ++turn;
         }
     }
 
@@ -212,64 +269,95 @@ struct Following {
         }
     }
 
-    __device__ __forceinline__ void run() const {
-        const Marks marks(kMarkFollow, NORMED | behind << 1);
-        if (threadIdx.x == kThreads) {
-            for (uint32_t i = 0; i < 2 * kPlaces; ++i) barrier_init(full(i));
-            words()[1] = 0;
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    // A head of the index query by a warp, from the partial sums of its groups: as it is stored, and what that leaves.
+    __device__ __forceinline__ void leave_head(const float* partials, const uint8_t* turns, uint32_t head) const {
+        const uint32_t lane = this_thread() & 31;
+        float x[4];
+#pragma unroll
+        for (uint32_t j = 0; j < 4; ++j) {
+            const float* from = partials + (lane + 32 * j) / 8 * kLanes + lane % 8;
+            x[j] = __fadd_rn(__fadd_rn(__fadd_rn(__fadd_rn(0.0f, from[0]), from[8]), from[16]), from[24]);
         }
+        // As `rope_row`.
+#pragma unroll
+        for (uint32_t j = 2; j < 4; ++j) {
+            const float2 cs = reinterpret_cast<const float2*>(turns)[(lane + 32 * (j - 2)) / 2];
+            const float other = __shfl_xor_sync(~0u, x[j], 1);
+            const float turned = __fmul_rn(other, cs.y), kept = __fmul_rn(x[j], cs.x);
+            x[j] = lane & 1 ? __fadd_rn(kept, turned) : __fsub_rn(kept, turned);
+        }
+        keep_row(x, kIndexDim, kRowFp4, reinterpret_cast<uint8_t*>(p.heads) + head * kIndexRowBytes);
+        store_row(reinterpret_cast<float*>(p.index.out) + head * kIndexDim, x, kIndexDim);
+        __syncwarp();
+        if (lane == 0 && p.weights != 0) arrive(this_place(p.number) + 2);
+    }
+
+    __device__ __forceinline__ void run() const {
+        Marks(kMarkFollow, NORMED | behind << 1 | INDEX << 2).keep(words() + 3);
+        if (threadIdx.x == kThreads) prepare();
         __syncthreads();
         if (threadIdx.x >= kThreads) {
             if (threadIdx.x == kThreads) bring();
             return;
         }
-        const uint32_t warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-        pdl_launch();
+        const uint32_t warp = threadIdx.x >> 5;
+        // With an index query, what begins behind this kernel begins after everything before it.
+        if (!INDEX) pdl_launch();
         pdl_wait();
-        marks.mark(2);
+        if (INDEX) pdl_launch();
+        Marks::mark(words() + 3, 2);
         uint32_t* counts = reinterpret_cast<uint32_t*>(p.counts);
         if (threadIdx.x == 0) words()[0] = __ldcg(counts) + 1;
+        if (INDEX && threadIdx.x == 32 && p.weights != 0) words()[2] = __ldcg(reinterpret_cast<const uint32_t*>(p.number)) + 1;
 
         uint8_t* inputs = smem + kInputsAt;
-        if (behind) {
+        const bool turns = INDEX && threadIdx.x < kRopeDim / 4;
+        // What comes of an inert row is nobody's matter.
+        const RowInfo* info = reinterpret_cast<const RowInfo*>(p.infos);
+        const uint32_t pos = turns && __ldcg(&info->live) != 0 ? __ldcg(&info->pos) : 0;
+        if (NORMED && part(kFirst).half) {
             const float* from = reinterpret_cast<const float*>(p.floats);
             float* to = reinterpret_cast<float*>(inputs);
 #pragma unroll 1
             for (uint32_t i = 4 * threadIdx.x; i < p.cols; i += 4 * kThreads) copy16(to + i / 256 * 260 + i % 256, from + i);
-        } else if (a_n != 0) {
-            const size_t row = a_first / p.row_groups;
+        } else if (part(kFirst).groups != 0) {
+            const size_t row = part(kFirst).first / p.row_groups;
             bring_codes(reinterpret_cast<const uint8_t*>(p.q) + row * p.cols,
                         reinterpret_cast<const uint8_t*>(p.d) + row * (p.cols / 8), p.cols, inputs);
         }
         copies_landed();
         sync();
-        marks.mark(3);
+        Marks::mark(words() + 3, 3);
+        if (turns) copy16(inputs + p.angles_at + 16 * threadIdx.x, reinterpret_cast<const float4*>(p.rope) + pos * (kRopeDim / 4) + threadIdx.x);
         if (threadIdx.x == 0) words()[1] = 1;
-        const uint32_t tag = words()[0];
 
-        // Rolled: the second product finds the instructions that the first brought.
+        // Rolled: what comes later finds the instructions that the first brought.
 #pragma unroll 1
-        for (bool second = false;; second = true) {
-            const uint32_t n = second ? b_n : a_n, tiles = second ? b.tiles : a.tiles;
-            float* partials = reinterpret_cast<float*>(inputs + (second ? p.second_at : p.first_at));
-            const uint32_t scales_at = tiles * 4 * 272;
+        for (uint32_t of = kFirst;; ++of) {
+            volatile Part& own = part(of);
+            const uint32_t tiles = own.tiles, all = own.groups * tiles, scales_at = tiles * 4 * 272;
+            float* partials = reinterpret_cast<float*>(inputs + (of == kFirst ? p.first_at : INDEX && of == kQuery ? p.index_at : p.second_at));
+            const float* floats = reinterpret_cast<const float*>(inputs + (of == kFirst ? 0 : kFloatsAt));
+            const uint32_t lane = this_thread() & 31;
+            // Where there are registers for it.
+            const bool floating = NORMED && !INDEX && own.half;
+            const uint32_t before = INDEX ? 0 : own.asked;
 #pragma unroll 1
-            for (uint32_t t = warp; t < n * tiles; t += kWarps) {
+            for (uint32_t t = warp; t < all; t += kWarps) {
                 const uint32_t slice = 4 * (t % tiles) + (lane >> 3);
                 Inputs x;
                 float acc[1] = {0.0f};
-                if (behind && !second) {
-                    x.f = reinterpret_cast<const float*>(inputs) + slice * 260;
+                if (INDEX ? own.half : floating) {
+                    x.f = floats + slice * 260;
 #pragma unroll 1
-                    for (uint32_t i = 2 * t; i < 2 * t + 2; ++i, x.f += kSlice / 2) {
+                    for (uint32_t i = (INDEX ? own.asked : before) + 2 * t, end = i + 2; i < end; ++i, x.f += kSlice / 2) {
                         dot_floats<1, F16>(await(i), lane, kSlice / 2, x, acc);
                         leave(i);
                     }
                 } else {
                     x.q = reinterpret_cast<const int8_t*>(inputs) + slice * 272;
                     x.d = reinterpret_cast<const float*>(inputs + scales_at) + slice * 8;
-                    const uint32_t i = second ? a_asks + t : t;
+                    const uint32_t i = (INDEX ? own.asked : before) + t;
                     Add<1, Q8_0> add{x, acc};
                     each_block<Q8_0, true, 2>(await(i), lane, kSlice / 32, nullptr, add);
                     leave(i);
@@ -277,11 +365,21 @@ struct Following {
                 partials[t * kLanes + lane] = acc[0];
             }
             sync();
-            marks.mark(second ? 6 : 4);
-            const uint32_t at = 8 * (second ? b_first : a_first);
-            float* out = reinterpret_cast<float*>(second ? b.out : a.out) + at;
+            const uint32_t n = own.groups;
+            if (INDEX && of == kQuery) {
 #pragma unroll 1
-            for (uint32_t o = threadIdx.x; o < 8 * n; o += kThreads) {
+                for (uint32_t h = warp; kHeadGroups * h < n; h += kWarps) {
+                    leave_head(partials + h * kHeadGroups * kLanes, inputs + p.angles_at, own.first / kHeadGroups + h);
+                }
+                continue;
+            }
+            const bool second = of == kSecond;
+            const uint32_t tag = words()[0];
+            Marks::mark(words() + 3, second ? 6 : 4);
+            const uint32_t at = 8 * own.first;
+            float* out = reinterpret_cast<float*>(own.out);
+#pragma unroll 1
+            for (uint32_t o = this_thread(); o < 8 * n; o += kThreads) {
                 // As `total`.
                 const float* from = partials + o / 8 * tiles * kLanes + o % 8;
                 float sum = 0.0f;
@@ -292,24 +390,30 @@ struct Following {
                 }
                 // The others first: they wait. Whole warps, each with a block of 32 outputs.
                 if (!NORMED && !second) send_codes(sum, p.sent, (at + o) / 32, tag);
-                if (NORMED && !second && !behind && at + o < kNormed) send_pair(p.sent + 8 * (at + o), sum, tag);
+                if (NORMED && !second && !own.half && at + o < kNormed) send_pair(p.sent + 8 * (at + o), sum, tag);
+                if (INDEX && !second && p.weights != 0 && own.half) {
+                    const uint32_t first = 8 * p.first[1].groups - p.index.groups / kHeadGroups;
+                    if (at + o >= first) send_pair(p.weights + 8 * (at + o - first), sum, words()[2]);
+                }
                 out[o] = sum;
             }
             if (second) break;
             if (NORMED) {
                 // What the next kernel waits for, which may begin with the outputs of the first product.
                 __syncwarp();
-                if (lane == 0 && 4 * warp < max(a_n, 1u)) arrive(counts + 1);
-                take_normed(p.sent, tag, p.norm, p.eps, inputs);
+                if (lane == 0 && 4 * warp < max(n, 1u)) arrive(this_place(p.counts) + 1);
+                take_normed<INDEX>(p.sent, tag, p.norm, p.eps, inputs);
+                if (INDEX) copies_landed();
             } else {
-                take_codes(p.sent, 1024 * b.tiles, tag, inputs);
+                take_codes(p.sent, 1024 * p.second.tiles, tag, inputs);
             }
             sync();
             // Every block has read the number: each has sent a part of what is here.
             if (!NORMED && blockIdx.x == 0 && threadIdx.x == 0) counts[0] = tag;
-            marks.mark(5);
+            Marks::mark(words() + 3, 5);
+            if (!INDEX) ++of;
         }
-        marks.mark(7);
+        Marks::mark(words() + 3, 7);
     }
 };
 
@@ -317,12 +421,17 @@ struct Following {
 
 extern "C" __global__ void __maxnreg__(56) arc_matmul_follow(const __grid_constant__ Follow p) {
     extern __shared__ __align__(128) uint8_t smem[];
-    Following<false>(p, smem).run();
+    Following<false, false>{p, smem, false}.run();
 }
 
 extern "C" __global__ void __maxnreg__(56) arc_matmul_follow_normed(const __grid_constant__ Follow p) {
     extern __shared__ __align__(128) uint8_t smem[];
-    Following<true>(p, smem).run();
+    Following<true, false>{p, smem, blockIdx.x >= p.split}.run();
+}
+
+extern "C" __global__ void __maxnreg__(56) arc_matmul_follow_indexed(const __grid_constant__ Follow p) {
+    extern __shared__ __align__(128) uint8_t smem[];
+    Following<true, true>{p, smem, blockIdx.x >= p.split}.run();
 }
 
 }  // namespace arc

@@ -10,17 +10,21 @@ use crate::Norm;
 use crate::cuda::{Arg, Cuda, CudaBuf, Grid, Kernel, kernel};
 use crate::error::Result;
 use crate::format::Format;
+use crate::ops::latent::ROPE_DIM;
+use crate::ops::quant::INDEX_DIM;
 
 /// Threads of a block: warps that multiply, and one that brings tiles.
 const THREADS: u32 = 32 * 9;
 /// Tiles that a block has room for.
 const PLACES: u32 = 22;
 /// Bytes in front of the inputs: barriers and tiles.
-const INPUTS_AT: u32 = 384 + PLACES * 8704;
+const INPUTS_AT: u32 = 512 + PLACES * 8704;
 /// Columns behind a norm.
 const NORMED: usize = 1024;
 /// Rows of a group.
 const GROUP: usize = 8;
+/// Groups of a head of an index query.
+const HEAD_GROUPS: u32 = (INDEX_DIM / GROUP) as u32;
 /// Groups of a block, at most: of the first product, and of the second.
 const MOST_FIRST: u32 = 32;
 const MOST_SECOND: u32 = 64;
@@ -28,8 +32,25 @@ const MOST_SECOND: u32 = 64;
 /// number of launches without.
 const NORMED_AT: u64 = 16;
 const NORMED_BYTES: u64 = 16 + 8 * NORMED as u64;
-/// What a block leaves of a multiprocessor's shared memory to the small blocks of the kernel after it.
+/// What a block leaves of a multiprocessor's shared memory to the small blocks of the kernels after it.
 const LEFT: u32 = 3200;
+const LEFT_TO_CHOICE: u32 = 18 << 10;
+
+/// The query of an indexer, which stands behind the same norm as the second product.
+#[derive(Clone, Copy)]
+pub(crate) struct Query<'a> {
+    /// Its weights, whole heads of [`INDEX_DIM`].
+    pub w: &'a CudaMatrix,
+    /// Address of `[heads, INDEX_DIM]` f32: what storing leaves of it.
+    pub out: u64,
+    /// Address of the heads as they are stored.
+    pub packed: u64,
+    /// Address of the angles of positions.
+    pub rope: u64,
+    /// Where the weights of its heads are sent, the last outputs of the matrix beside the first, for a choice that runs beside
+    /// this launch; and the address of the number before that of the choice, two words in front of how many heads are there.
+    pub weights: Option<(u64, u64)>,
+}
 
 /// A product that was asked for and is not launched yet.
 #[derive(Clone)]
@@ -59,6 +80,7 @@ const _: () = assert!(size_of::<Run>() == 32);
 #[derive(Debug, Clone, Copy)]
 struct Follow {
     first: [Run; 2],
+    index: Run,
     second: Run,
     q: u64,
     d: u64,
@@ -66,14 +88,21 @@ struct Follow {
     norm: u64,
     counts: u64,
     sent: u64,
+    infos: u64,
+    rope: u64,
+    heads: u64,
+    weights: u64,
+    number: u64,
     eps: f32,
     split: u32,
     row_groups: u32,
     cols: u32,
     first_at: u32,
+    index_at: u32,
     second_at: u32,
+    angles_at: u32,
 }
-const _: () = assert!(size_of::<Follow>() == 168);
+const _: () = assert!(size_of::<Follow>() == 248);
 
 /// A matrix whose groups stand one behind the other, all of one format, and so do its outputs.
 fn run(w: &CudaMatrix, format: Format) -> Option<Run> {
@@ -97,9 +126,10 @@ fn code_bytes(cut: &Cut) -> u32 {
 }
 
 /// How blocks share the groups of two matrices, the second beside the first, and those of a third behind both: so that
-/// the block with the most bytes has few. Returns the blocks that have the first.
-fn share(first: &mut [Run; 2], second: &mut Run, bytes: [usize; 3], blocks: u32) -> Option<u32> {
-    let mut best: Option<(usize, [u32; 5])> = None;
+/// the block with the most bytes has few. Blocks that have the first have heads of an index query too. Returns how many these
+/// are. `bytes`: of groups of the three and of the query.
+fn share(first: &mut [Run; 2], query: &mut Run, second: &mut Run, bytes: [usize; 4], blocks: u32) -> Option<u32> {
+    let mut best: Option<(usize, [u32; 6])> = None;
     for split in 1..=blocks {
         let others = blocks - split;
         if (others == 0) != (first[1].groups == 0) {
@@ -110,21 +140,25 @@ fn share(first: &mut [Run; 2], second: &mut Run, bytes: [usize; 3], blocks: u32)
         if each[0] * first[0].tiles > PLACES {
             continue;
         }
-        let [mine, theirs] = [each[0] as usize * bytes[0], each[1] as usize * bytes[1]];
+        let heads = (query.groups / HEAD_GROUPS).div_ceil(split) * HEAD_GROUPS;
+        let mine = each[0] as usize * bytes[0] + heads as usize * bytes[3];
+        let theirs = each[1] as usize * bytes[1];
         for more in 0..=MOST_SECOND {
             let load = mine + more as usize * bytes[2];
             let Some(room) = load.checked_sub(theirs) else { continue };
             let rest = ((room / bytes[2]) as u32).min(MOST_SECOND);
             if split * more + others * rest >= second.groups {
-                if each[0].max(each[1]) <= MOST_FIRST && best.is_none_or(|(least, _)| load < least) {
-                    best = Some((load, [split, each[0], each[1], more, rest]));
+                let fits = each[0].max(each[1]) <= MOST_FIRST && heads <= MOST_SECOND;
+                if fits && best.is_none_or(|(least, _)| load < least) {
+                    best = Some((load, [split, each[0], each[1], heads, more, rest]));
                 }
                 break;
             }
         }
     }
-    let (_, [split, one, two, more, rest]) = best?;
+    let (_, [split, one, two, heads, more, rest]) = best?;
     (first[0].each, first[1].each, second.each, second.others) = (one, two, more, rest);
+    query.each = heads;
     Some(split)
 }
 
@@ -159,8 +193,8 @@ impl Cuda {
     }
 
     /// `out = w * norm(x)` of one row, where `x` is the first outputs of the product held back, which was with `low` and,
-    /// beside it, with `pool`: in one launch with it. Its successor may read their outputs before it waits. `false`:
-    /// nothing was done.
+    /// beside it, with `pool`: in one launch with it, and with `query` where there is one. Its successor may read their outputs
+    /// before it waits. `false`: nothing was done.
     pub(crate) fn follow_normed(
         &mut self,
         (low, pool): (&CudaMatrix, Option<&CudaMatrix>),
@@ -168,6 +202,7 @@ impl Cuda {
         norm: Norm<'_, Cuda>,
         w: &CudaMatrix,
         out: &CudaBuf<f32>,
+        query: Option<Query<'_>>,
     ) -> Result<bool> {
         let Some(held) = self.matmul.held.clone() else { return Ok(false) };
         let due_rows = low.parts.first().map_or(0, |part| part.rows);
@@ -184,21 +219,33 @@ impl Cuda {
             },
             _ => return Ok(false),
         };
+        let mut index = match &query {
+            None => Run::default(),
+            Some(query) => match run(query.w, Format::F16) {
+                Some(run) if query.w.cols == NORMED && query.w.rows % INDEX_DIM == 0 => Run { out: query.out, ..run },
+                _ => return Ok(false),
+            },
+        };
         (first.out, second.out) = (held.product.out, out.ptr());
         let mut first = [first, beside];
         let bytes = [
             low.cut.group_bytes(Format::Q8_0),
             pool.map_or(0, |pool| pool.cut.group_bytes(Format::F16)),
             w.cut.group_bytes(Format::Q8_0),
+            w.cut.group_bytes(Format::F16),
         ];
         let blocks = self.multiprocessors();
-        let Some(split) = share(&mut first, &mut second, bytes, blocks) else { return Ok(false) };
-        // The second's inputs may come while sums of the first are taken.
-        let second_at = code_bytes(&w.cut) + 4 * NORMED as u32;
-        let first_at = code_bytes(&low.cut).max(pool.map_or(0, |pool| pool.cut.slices * 1040)).max(second_at);
+        let Some(split) = share(&mut first, &mut index, &mut second, bytes, blocks) else { return Ok(false) };
+        // The second's inputs may come while sums of the first are taken: int8, f32 as they were sent, and for a query f32
+        // behind the norm.
+        let inputs_end = code_bytes(&w.cut) + 4 * NORMED as u32 + if query.is_some() { w.cut.slices * 1040 } else { 0 };
+        let first_at = code_bytes(&low.cut).max(pool.map_or(0, |pool| pool.cut.slices * 1040)).max(inputs_end);
         let partials = |run: &Run, n: u32| 128 * run.tiles * n;
         let first_end = first_at + first.iter().map(|run| partials(run, run.each)).max().unwrap_or(0);
+        // Some sum up the query's while others are at the second's.
+        let second_at = inputs_end + partials(&index, index.each);
         let second_end = second_at + partials(&second, second.each.max(second.others));
+        let angles_at = first_end.max(second_end);
         let args = Follow {
             q: held.product.q,
             d: held.product.d,
@@ -206,17 +253,25 @@ impl Cuda {
             norm: norm.weight.ptr(),
             counts: self.matmul.exchange(NORMED_AT),
             sent: self.matmul.exchange(NORMED_AT) + 16,
+            infos: self.view().infos(),
+            rope: query.map_or(0, |query| query.rope),
+            heads: query.map_or(0, |query| query.packed),
+            weights: query.and_then(|query| query.weights).map_or(0, |(weights, _)| weights),
+            number: query.and_then(|query| query.weights).map_or(0, |(_, number)| number),
             eps: norm.eps,
             split,
             row_groups: first[0].groups,
             cols: low.cols as u32,
             first_at,
+            index_at: inputs_end,
             second_at,
+            angles_at,
             first,
+            index,
             second,
         };
-        let shared = INPUTS_AT + first_end.max(second_end);
-        if shared > MAX_SHARED - LEFT {
+        let shared = INPUTS_AT + angles_at + 4 * ROPE_DIM as u32;
+        if shared > MAX_SHARED - if query.is_some() { LEFT_TO_CHOICE } else { LEFT } {
             return Ok(false);
         }
         // A warp arrives with four groups, and one of every block in any case.
@@ -226,8 +281,12 @@ impl Cuda {
         });
         self.matmul.due = arrivals.sum();
         self.matmul.held = None;
-        self.counters.weight_bytes += w.bytes() as u64;
-        self.launch(kernel!("arc_matmul_follow_normed"), Grid::new(blocks, THREADS).shared(shared), &[Arg::of(&args)])?;
+        self.counters.weight_bytes += (w.bytes() + query.map_or(0, |query| query.w.bytes())) as u64;
+        let kernel = match query {
+            None => kernel!("arc_matmul_follow_normed"),
+            Some(_) => kernel!("arc_matmul_follow_indexed"),
+        };
+        self.launch(kernel, Grid::new(blocks, THREADS).shared(shared), &[Arg::of(&args)])?;
         Ok(true)
     }
 
@@ -267,6 +326,7 @@ impl Cuda {
         }
         let args = Follow {
             first: [first, Run::default()],
+            index: Run::default(),
             second,
             q: product.q,
             d: product.d,
@@ -274,12 +334,19 @@ impl Cuda {
             norm: 0,
             counts: self.matmul.exchange(0),
             sent: self.matmul.exchange(0) + NORMED_AT + NORMED_BYTES,
+            infos: 0,
+            rope: 0,
+            heads: 0,
+            weights: 0,
+            number: 0,
             eps: 0.0,
             split: blocks,
             row_groups,
             cols: from.cols as u32,
             first_at,
+            index_at: 0,
             second_at,
+            angles_at: 0,
         };
         // Its int8 outputs go from block to block only.
         (self.matmul.held, self.matmul.ready) = (None, None);
@@ -312,27 +379,39 @@ impl Workspace {
 
 #[cfg(test)]
 mod tests {
-    use super::{MOST_FIRST, MOST_SECOND, PLACES, Run, share};
+    use super::{HEAD_GROUPS, MOST_FIRST, MOST_SECOND, PLACES, Run, share};
 
     /// Every group has a block, no block has more than the kernel's parts have room for, and nobody has much more than his
-    /// share: DeepSeek-V4-Flash's layers without a compressor, with one, and with an indexer beside, and small ones.
+    /// share: DeepSeek-V4-Flash's layers without a compressor, with one, with an indexer beside, with its query, and small
+    /// ones.
     #[test]
     fn blocks_take_every_group() {
-        for (low, pool, queries) in [(192, 0, 4096), (192, 128, 4096), (192, 328, 4096), (136, 2, 256), (136, 18, 256)]
-        {
+        for (low, pool, heads, queries) in [
+            (192, 0, 0, 4096),
+            (192, 128, 0, 4096),
+            (192, 328, 0, 4096),
+            (192, 328, 64, 4096),
+            (136, 2, 0, 256),
+            (136, 18, 0, 256),
+            (136, 18, 64, 256),
+        ] {
             let tiles = |tiles, groups| Run { groups, tiles, ..Run::default() };
             let (mut first, mut second) = ([tiles(4, low), tiles(4, pool)], tiles(1, queries));
-            let bytes = [4 * 8704, 4 * 16384, 8704];
-            let split = share(&mut first, &mut second, bytes, 132).expect("they fit");
+            let mut index = tiles(1, heads * HEAD_GROUPS);
+            let bytes = [4 * 8704, 4 * 16384, 8704, 16384];
+            let split = share(&mut first, &mut index, &mut second, bytes, 132).expect("they fit");
             let others = 132 - split;
+            assert!(split * index.each >= index.groups && index.each % HEAD_GROUPS == 0, "{heads} heads");
+            assert!(index.each <= MOST_SECOND);
             assert!(split * first[0].each >= low && others * first[1].each >= pool, "{low} {pool}");
             assert!(split * second.each + others * second.others >= queries, "{low} {pool} {queries}");
             assert!(first[0].each.max(first[1].each) <= MOST_FIRST && first[0].each * first[0].tiles <= PLACES);
             assert!(second.each.max(second.others) <= MOST_SECOND);
-            let all: usize =
-                [low, pool, queries].iter().zip(bytes).map(|(groups, bytes)| *groups as usize * bytes).sum();
-            let load = first[0].each as usize * bytes[0] + second.each as usize * bytes[2];
-            assert!(load <= all.div_ceil(132) + bytes[0] + bytes[1] + bytes[2], "{load} of {all}");
+            let of =
+                |groups: [u32; 4]| -> usize { groups.iter().zip(bytes).map(|(n, bytes)| *n as usize * bytes).sum() };
+            let (all, load) = (of([low, pool, queries, index.groups]), of([first[0].each, 0, second.each, index.each]));
+            let more = bytes[0] + bytes[1] + bytes[2] + index.each as usize * bytes[3];
+            assert!(load <= all.div_ceil(132) + more, "{load} of {all}");
         }
     }
 
@@ -341,6 +420,6 @@ mod tests {
     fn what_does_not_fit_is_left_alone() {
         let run = |tiles, groups| Run { groups, tiles, ..Run::default() };
         let (mut first, mut second) = ([run(4, 1000), Run::default()], run(1, 4096));
-        assert_eq!(share(&mut first, &mut second, [4 * 8704, 0, 8704], 132), None);
+        assert_eq!(share(&mut first, &mut Run::default(), &mut second, [4 * 8704, 0, 8704, 0], 132), None);
     }
 }
