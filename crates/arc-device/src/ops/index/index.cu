@@ -154,9 +154,9 @@ struct Keys {
 };
 
 // Scores of eight keys. next(): the keys have been looked at; put(i, ordinal): by one lane; in_order(i): score of the i-th by
-// the warp in the CPU's order.
+// the warp in the CPU's order. `dry`: nothing is put.
 template <typename Next, typename Put, typename InOrder>
-__device__ __forceinline__ void score_tile(const Queries& q, const Keys& keys, const Limits& limits, Next next, Put put,
+__device__ __forceinline__ void score_tile(const Queries& q, const Keys& keys, const Limits& limits, bool dry, Next next, Put put,
                                            InOrder in_order) {
     const uint32_t lane = threadIdx.x & 31;
     uint32_t zeros = 0;
@@ -212,8 +212,8 @@ __device__ __forceinline__ void score_tile(const Queries& q, const Keys& keys, c
         for (int half = 16; half >= 4; half >>= 1) v = __fadd_rn(v, __shfl_xor_sync(kFull, v, half));
         total[e] = v;
     }
-    const uint32_t slow = __ballot_sync(kFull, !plain);
-    if (lane < 4) {
+    const uint32_t slow = __ballot_sync(kFull, !plain && !dry);
+    if (lane < 4 && !dry) {
 #pragma unroll
         for (uint32_t e = 0; e < 2; ++e) {
             const uint32_t i = 2 * lane + e;
@@ -337,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const Limits limits{span, least, highest, exact};
     for (uint32_t tile = blockIdx.x * kWarps + warp; tile < tiles; tile += gridDim.x * kWarps) {
         score_tile(
-            queries, keys, limits,
+            queries, keys, limits, false,
             // The next tile's keys are on their way while this one's terms are summed.
             [&]() { keys.load(key((tile + gridDim.x * kWarps) * 8 + (lane >> 2))); },
             [&](uint32_t i, uint32_t score) {
@@ -633,7 +633,6 @@ struct Sent {
     uint32_t *heads, *left;   // heads that are there, and blocks of latent_rows that have left what they have to
     uint32_t blocks, most;    // of latent_rows; rows that may be visible
     float factor;             // what the projected weights are multiplied by
-    uint32_t unused;
 };
 static_assert(sizeof(Sent) == 64);
 
@@ -661,7 +660,7 @@ struct Picking {
 // warps, each with a run of neighbours, count who is above it and who is equal, and write. Rolled: what runs once takes its
 // time to come, most of all beside a product.
 __device__ __forceinline__ void pick_sent(const LatentArgs& a, const uint64_t* scores, uint32_t tag, uint32_t n, uint32_t* picks,
-                                          Picking& s, const Marks& marks) {
+                                          Picking& s, const unsigned* kept) {
     const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, before = (1u << lane) - 1;
     const uint32_t share = (n + kThreads - 1) / kThreads * 32, begin = min(warp * share, n), end = min(begin + share, n);
     for (uint32_t i = thread; i < kBins; i += kThreads) s.bins[i] = 0;
@@ -713,7 +712,7 @@ __device__ __forceinline__ void pick_sent(const LatentArgs& a, const uint64_t* s
                 larger += __popc(more), equal += __popc(alike);
             }
         }
-        if (pass == 0) marks.mark(3);
+        if (pass == 0) Marks::mark(kept, 3);
         if (pass < 3) {
             __syncthreads();
             // The thread has the eight bins that come thread-th from the top.
@@ -760,7 +759,7 @@ __device__ __forceinline__ void pick_sent(const LatentArgs& a, const uint64_t* s
 
 // Grid: blocks that score, and one that picks. It begins with the row's own kernel, when everything before the product that
 // makes the queries has ended; and lets its successor start when that one has left what it has to (latent.cu, "What runs ahead").
-extern "C" __global__ void __maxnreg__(192) index_choose(LatentArgs a, Sent in, uint32_t* picks, StepView view) {
+extern "C" __global__ void __maxnreg__(168) index_choose(LatentArgs a, Sent in, uint32_t* picks, StepView view) {
     __shared__ __align__(16) union {
         Picking picking;
         struct {
@@ -770,13 +769,14 @@ extern "C" __global__ void __maxnreg__(192) index_choose(LatentArgs a, Sent in, 
         } scoring;
     } shared;
     const bool picker = blockIdx.x == gridDim.x - 1;
-    const Marks marks(kMarkChoose, picker);
+    __shared__ unsigned kept;
+    Marks(kMarkChoose, picker).keep(&kept);
     const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
     const RowInfo info = info_early(view, 0);
     const uint32_t tag = __ldcg(in.number) + 1;
     const uint32_t visible = info.live ? a.keys.visible(info.pos) : 0;
     const uint32_t scorers = gridDim.x - 1, tiles = (visible + 7) / 8;
-    marks.mark(2);
+    Marks::mark(&kept, 2);
     const bool nothing = visible <= a.top || visible > in.most;
     if (nothing || (!picker && blockIdx.x * kWarps >= tiles)) {
         if (!nothing || blockIdx.x != 0) return;
@@ -791,8 +791,10 @@ extern "C" __global__ void __maxnreg__(192) index_choose(LatentArgs a, Sent in, 
         return;
     }
     if (picker) {
-        pick_sent(a, in.scores, tag, visible, picks, shared.picking, marks);
-        marks.mark(4);
+        // Without scores first: its instructions are there when the scores come.
+#pragma unroll 1
+        for (uint32_t turn = 0; turn < 2; ++turn) pick_sent(a, in.scores, tag, turn == 0 ? 0 : visible, picks, shared.picking, &kept);
+        Marks::mark(&kept, 4);
         if (thread == 0) {
             await(in.left, in.blocks);
             // Whoever had a score to send has read the number, and has found all heads.
@@ -818,64 +820,77 @@ extern "C" __global__ void __maxnreg__(192) index_choose(LatentArgs a, Sent in, 
         }
         keys.load(key(tile * 8 + (lane >> 2)));
     };
-    const size_t first = place((blockIdx.x * kWarps + warp) * 8 + (lane >> 2));
+    const uint32_t own = blockIdx.x * kWarps + warp;
+    const size_t first = place(own * 8 + (lane >> 2));
+    keys.load(a.keys.rows + first * a.keys.row_bytes);
     // Rows that the attention may read, for the second cache.
     if (visible <= kAheadTimes * a.top && a.rows.ratio == a.keys.ratio) {
         const uint8_t* row = a.rows.rows + first * a.row_bytes;
         for (uint32_t at = 128 * (lane & 3); at < a.row_bytes + 127; at += 512) prefetch(row + min(at, a.row_bytes - 1));
     }
-    bring(blockIdx.x * kWarps + warp);
-    if (thread == 0) {
-        s.span = 0, s.least = 255, s.highest = 0;
-        await(in.heads, kHeads);
-    }
-    __syncthreads();
-    // A thread brings a block of a head's query.
-    const uint32_t* from = reinterpret_cast<const uint32_t*>(in.packed + thread / kBlocks * kIndexRowBytes);
-    uint32_t mine[4];
+    if (thread == 0) s.span = 0, s.least = 255, s.highest = 0;
+    auto query = [&](float (&x)[4], uint32_t h) { read_key(x, in.packed + h * kIndexRowBytes, kDim, kRowFp4); };
+    // Twice: of whatever stands there first, so that the instructions are there when the query comes.
+#pragma unroll 1
+    for (uint32_t turn = 0; turn < 2; ++turn) {
+        const bool dry = turn == 0;
+        if (!dry) {
+            if (thread == 0) await(in.heads, kHeads);
+            __syncthreads();
+            // A thread brings a block of a head.
+            const uint32_t* from = reinterpret_cast<const uint32_t*>(in.packed + thread / kBlocks * kIndexRowBytes);
+            uint32_t mine[4];
 #pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) mine[i] = __ldcg(from + thread % kBlocks * 4 + i);
-    const uint32_t bytes = __ldcg(from + kDim / 8);
-    if (thread < kHeads) {
-        uint64_t got;
-        do got = look_for(in.weights + thread);
-        while (got >> 32 != tag);
-        s.weights[thread] = __fmul_rn(__uint_as_float((uint32_t)got), in.factor);
-    }
+            for (uint32_t i = 0; i < 4; ++i) mine[i] = __ldcg(from + thread % kBlocks * 4 + i);
+            const uint32_t bytes = __ldcg(from + kDim / 8);
+            if (thread < kHeads) {
+                uint64_t got;
+                do got = look_for(in.weights + thread);
+                while (got >> 32 != tag);
+                s.weights[thread] = __fmul_rn(__uint_as_float((uint32_t)got), in.factor);
+            }
 #pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) s.codes[thread / kBlocks][thread % kBlocks * 4 + i] = mine[i];
-    const uint32_t used = __ballot_sync(kFull, ((mine[0] | mine[1] | mine[2] | mine[3]) & 0x77777777u) != 0);
-    const Scales scales = scales_of(bytes, ~(used >> (lane & 28)) & 15);
-    if (thread % kBlocks == 0) s.codes[thread / kBlocks][kDim / 8] = scales.bytes;
-    const uint32_t wide = __reduce_max_sync(kFull, scales.most - scales.least);
-    const uint32_t low = __reduce_min_sync(kFull, scales.least), high = __reduce_max_sync(kFull, scales.most);
-    if (lane == 0) atomicMax(&s.span, wide), atomicMin(&s.least, low), atomicMax(&s.highest, high);
-    __syncthreads();
-    marks.mark(3);
-    Queries queries;
+            for (uint32_t i = 0; i < 4; ++i) s.codes[thread / kBlocks][thread % kBlocks * 4 + i] = mine[i];
+            const uint32_t used = __ballot_sync(kFull, ((mine[0] | mine[1] | mine[2] | mine[3]) & 0x77777777u) != 0);
+            const Scales scales = scales_of(bytes, ~(used >> (lane & 28)) & 15);
+            if (thread % kBlocks == 0) s.codes[thread / kBlocks][kDim / 8] = scales.bytes;
+            const uint32_t wide = __reduce_max_sync(kFull, scales.most - scales.least);
+            const uint32_t low = __reduce_min_sync(kFull, scales.least), high = __reduce_max_sync(kFull, scales.most);
+            if (lane == 0) atomicMax(&s.span, wide), atomicMin(&s.least, low), atomicMax(&s.highest, high);
+            __syncthreads();
+            Marks::mark(&kept, 3);
+            if (completes && own + 1 == tiles) bring(own);
+        }
+        Queries queries;
 #pragma unroll
-    for (uint32_t m = 0; m < kTiles; ++m) {
+        for (uint32_t m = 0; m < kTiles; ++m) {
 #pragma unroll
-        for (uint32_t half = 0; half < 2; ++half) {
+            for (uint32_t half = 0; half < 2; ++half) {
 #pragma unroll
-            for (uint32_t b = 0; b < kBlocks; ++b) {
-                const uint32_t word = s.codes[16 * m + 8 * half + (lane >> 2)][4 * b + (lane & 3)];
-                queries.x[m][b][half] = doubled(word & 0x0f0f0f0fu), queries.x[m][b][2 + half] = doubled(word >> 4 & 0x0f0f0f0fu);
+                for (uint32_t b = 0; b < kBlocks; ++b) {
+                    const uint32_t word = s.codes[16 * m + 8 * half + (lane >> 2)][4 * b + (lane & 3)];
+                    queries.x[m][b][half] = doubled(word & 0x0f0f0f0fu);
+                    queries.x[m][b][2 + half] = doubled(word >> 4 & 0x0f0f0f0fu);
+                }
             }
         }
+        queries.load_scales(s.weights, &s.codes[0][kDim / 8], kPackedStride);
+        const Limits limits{s.span, s.least, s.highest, 1};
+#pragma unroll 1
+        for (uint32_t tile = own; tile < tiles; tile += scorers * kWarps) {
+            score_tile(
+                queries, keys, limits, dry,
+                [&]() {
+                    if (!dry) bring(tile + scorers * kWarps);
+                },
+                [&](uint32_t i, uint32_t score) {
+                    if (tile * 8 + i < visible) send_score(in.scores + tile * 8 + i, score, tag);
+                },
+                [&](uint32_t i) { return score_in_order(query, s.weights, key(tile * 8 + i), kHeads, kDim, kRowFp4); });
+            if (dry) break;
+        }
     }
-    queries.load_scales(s.weights, &s.codes[0][kDim / 8], kPackedStride);
-    const Limits limits{s.span, s.least, s.highest, 1};
-    auto query = [&](float (&x)[4], uint32_t h) { read_key(x, in.packed + h * kIndexRowBytes, kDim, kRowFp4); };
-    for (uint32_t tile = blockIdx.x * kWarps + warp; tile < tiles; tile += scorers * kWarps) {
-        score_tile(
-            queries, keys, limits, [&]() { bring(tile + scorers * kWarps); },
-            [&](uint32_t i, uint32_t score) {
-                if (tile * 8 + i < visible) send_score(in.scores + tile * 8 + i, score, tag);
-            },
-            [&](uint32_t i) { return score_in_order(query, s.weights, key(tile * 8 + i), kHeads, kDim, kRowFp4); });
-    }
-    marks.mark(4);
+    Marks::mark(&kept, 4);
     if (blockIdx.x == 0) pdl_wait();
 }
 
