@@ -1,22 +1,29 @@
 //! Stages behind one another: what a kernel leaves for the products that follow, the bits of a stage by itself do not show.
 
+use arc_device::cuda::Cuda;
 use arc_device::error::Result as DeviceResult;
 use arc_device::format::Format;
+use arc_device::ops::compress::Compressor;
 use arc_device::ops::hc::{HcConfig, MIXES, STREAMS};
+use arc_device::ops::index::IndexConfig;
+use arc_device::ops::latent::cuda::Mutant;
 use arc_device::ops::latent::{LatentConfig, RowFormat};
 use arc_device::ops::matmul::{Bytes, MatrixSource};
 use arc_device::ops::quant::Inputs;
 use arc_device::ops::synthetic::SyntheticRows;
 use arc_device::ops_v4::{
-    CompressorWeights, HcSite, Incoming, LatentLayer, LatentState, LatentWeights, LatentWork, OpsV4, PoolWeights,
-    Streams,
+    CompressorWeights, HcSite, Incoming, IndexWeights, LatentLayer, LatentState, LatentWeights, LatentWork, OpsV4,
+    PoolState, PoolWeights, Streams,
 };
+use arc_device::step::{CtxClass, Part, StepKey};
 use arc_device::{Alloc, Landing, MemoryClass, ModelShape, Norm, Readback, Steps};
 
-use crate::compare::{all, equal_or_nan, within};
+use crate::compare::{all, equal, equal_bits, equal_or_nan, within};
 use crate::inputs::Rng;
+use crate::latent::stored;
 use crate::moe::{matrix, table};
-use crate::suite::{Suite, limits, stage_key};
+use crate::rows::{Run, delta};
+use crate::suite::{Suite, Verdict, limits, stage_key};
 
 /// Width that a cluster takes by itself.
 const DIM: usize = 4096;
@@ -29,6 +36,7 @@ const EPS: f32 = 1e-2;
 pub fn cases(suite: &mut Suite) {
     inputs(suite);
     followed(suite);
+    chosen(suite);
 }
 
 /// A site, then the first products of attention, which read what it left. Of int8 weights exact, of floats near.
@@ -290,4 +298,174 @@ fn attend<D: OpsV4 + Alloc + Landing + Readback + Steps>(
     dev.step(stage_key(1), &mut |dev| dev.attn_out_b(&mut y, &ws, &w, &layer, 1))?;
     let [grouped, y_left] = left;
     Ok(Attention { low, pool: pooled, q, grouped, y: y_left, alone: [grouped_alone, read(dev, &y, DIM)?] })
+}
+
+/// One row that chooses among keys.
+#[derive(Debug, Clone, Copy)]
+struct Choice {
+    pos: usize,
+    top: usize,
+    /// Whether all keys are alike.
+    alike: bool,
+    eps: f32,
+}
+
+/// What the stages of a choice leave.
+struct Chosen {
+    low: Vec<f32>,
+    q: Vec<f32>,
+    index_q: Vec<f32>,
+    picks: Vec<u32>,
+    out: Vec<f32>,
+}
+
+/// Positions that a choice has room for.
+const CONTEXT: usize = 4096;
+const KEYS: Compressor = Compressor { ratio: 4, overlap: 2, dim: 128 };
+
+/// An index query that shares its launch with the products before and behind it, and a choice beside them, against steps of
+/// one stage each: no keys but those that are chosen, few and many of them, of a row that completes one and that does not.
+fn chosen(suite: &mut Suite) {
+    let at = |pos, top| Choice { pos, top, alike: false, eps: 1e-6 };
+    let same = |suite: &Suite, [alone, together]: [Choice; 2], mutant| -> Verdict {
+        let run = |choice, together, mutant| {
+            let mut gpu = suite.gpu(limits(1, CONTEXT)).map_err(|error| error.to_string())?;
+            gpu.set_mutant(mutant);
+            choose(&mut gpu, choice, together).map_err(|error| error.to_string())
+        };
+        let (want, got) = (run(alone, false, Mutant::None)?, run(together, true, mutant)?);
+        all(want.iter().zip(&got).flat_map(|(want, got)| {
+            [
+                equal_bits(&want.low, &got.low).map_err(|why| format!("low: {why}")),
+                equal_bits(&want.q, &got.q).map_err(|why| format!("q: {why}")),
+                equal_bits(&want.index_q, &got.index_q).map_err(|why| format!("index_q: {why}")),
+                equal(&want.picks, &got.picks).map_err(|why| format!("picks: {why}")),
+                equal_bits(&want.out, &got.out).map_err(|why| format!("out: {why}")),
+            ]
+        }))
+    };
+    for choice in [at(40, 16), at(399, 16), at(402, 16), at(2100, 512), at(3999, 512)] {
+        let name = format!("chain/one row's choice/{} of {}", choice.top, KEYS.visible(choice.pos as u32));
+        suite.case(&name, |suite| same(suite, [choice; 2], Mutant::None));
+    }
+    let (choice, alike) = (at(3999, 512), Choice { alike: true, ..at(3999, 512) });
+    suite.case("chain/one row's choice/of keys alike", |suite| same(suite, [alike; 2], Mutant::None));
+    suite.mutant("chain/one row's choice/later ties", |suite| same(suite, [alike; 2], Mutant::LaterTies));
+    suite.mutant("chain/one row's choice/another norm", |suite| {
+        same(suite, [Choice { eps: EPS, ..choice }, choice], Mutant::None)
+    });
+    suite.mutant("chain/one row's choice/another position", |suite| {
+        same(suite, [Choice { pos: choice.pos - 1, ..choice }, choice], Mutant::None)
+    });
+}
+
+/// Three tokens' worth of stages, each in a step of its own or `together`; what each token left.
+fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Chosen>> {
+    let mut rng = Rng(71);
+    let (class, rows) = (MemoryClass::Workspace, Compressor { dim: HEADS.dim, ..KEYS });
+    let index = IndexConfig { heads: 64, dim: KEYS.dim, top: choice.top };
+    let attention = LatentConfig { eps: choice.eps, ..HEADS };
+    let site = site(dev, &mut rng)?;
+    let weight = dev.vector("norm", &rng.values(DIM, 1.0))?;
+    let compressor = |dev: &mut Cuda, rng: &mut Rng, shape: Compressor| {
+        let bias = dev.vector("bias", &rng.values(shape.ratio * shape.width(), 1.0))?;
+        DeviceResult::Ok(CompressorWeights { bias, norm: dev.vector("norm", &rng.values(shape.dim, 1.0))? })
+    };
+    let rope_table = dev.vector("rope", &rng.values(CONTEXT * 64, 1.0))?;
+    let layer = LatentLayer {
+        attention,
+        q_rank: RANK,
+        rows: Some(rows),
+        index: Some((index, KEYS)),
+        row_format: RowFormat::Fp8,
+        key_format: RowFormat::Fp4,
+        inputs: Inputs::Int8,
+        rope_table: &rope_table,
+    };
+    let q_b = matrix(dev, Format::F16, 1, index.heads * index.dim, RANK)?;
+    let w = LatentWeights {
+        low: stacked(dev, [RANK, HEADS.dim], DIM)?,
+        q_norm: dev.vector("q_norm", &rng.values(RANK, 1.0))?,
+        q_b: matrix(dev, Format::Q8_0, 1, HEADS.q_dim(), RANK)?,
+        kv_norm: dev.vector("kv_norm", &rng.values(HEADS.dim, 1.0))?,
+        sinks: dev.vector("sinks", &rng.values(HEADS.heads, 1.0))?,
+        pool: Some(PoolWeights {
+            matrix: matrix(dev, Format::F16, 1, layer.pool_dim(), DIM)?,
+            rows: compressor(dev, &mut rng, rows)?,
+            index: Some(IndexWeights { q_b, keys: compressor(dev, &mut rng, KEYS)? }),
+        }),
+        out_a: matrix(dev, Format::Q8_0, 2, HEADS.group_out, HEADS.q_dim() / 2)?,
+        out_b: matrix(dev, Format::Q8_0, 1, DIM, 2 * HEADS.group_out)?,
+    };
+    let floats = |dev: &mut Cuda, len| dev.alloc::<f32>("test", class, len);
+    let mut ws = LatentWork {
+        low: floats(dev, RANK + HEADS.dim)?,
+        pool: floats(dev, layer.pool_dim())?,
+        q: floats(dev, HEADS.q_dim())?,
+        kv: floats(dev, HEADS.dim)?,
+        index_q: floats(dev, index.heads * index.dim)?,
+        picks: dev.alloc("picks", class, choice.top)?,
+        out: floats(dev, HEADS.q_dim())?,
+        grouped: floats(dev, 2 * HEADS.group_out)?,
+    };
+    let bytes = |dev: &mut Cuda, values: &[u8]| {
+        let mut buf = dev.alloc::<u8>("test", MemoryClass::State, values.len())?;
+        dev.write(&mut buf, values)?;
+        DeviceResult::Ok(buf)
+    };
+    let pool_state = |dev: &mut Cuda, rng: &mut Rng, shape: Compressor, format: RowFormat| {
+        let mut ring = floats(dev, shape.ring_elements(1))?;
+        dev.write(&mut ring, &rng.values(shape.ring_elements(1), 1.0))?;
+        let mut rows = stored(rng, format, shape.dim, CONTEXT / shape.ratio);
+        if choice.alike && format == RowFormat::Fp4 {
+            let one = format.row_bytes(shape.dim);
+            (one..rows.len()).for_each(|i| rows[i] = rows[i % one]);
+        }
+        DeviceResult::Ok(PoolState { ring, rows: bytes(dev, &rows)? })
+    };
+    let mut state = LatentState {
+        window: bytes(dev, &stored(&mut rng, RowFormat::Fp8, HEADS.dim, HEADS.ring()))?,
+        rows: Some(pool_state(dev, &mut rng, rows, RowFormat::Fp8)?),
+        keys: Some(pool_state(dev, &mut rng, KEYS, RowFormat::Fp4)?),
+    };
+    let (y, mut streams) = output_and_streams(dev, &mut rng, 1)?;
+    let mut h = floats(dev, DIM)?;
+    dev.finish(&ModelShape { vocab: 64, hidden: DIM, post_norms: false, gathered: STREAMS * DIM })?;
+    dev.stage(&delta(&[Run { pos: choice.pos, rows: 1, live: true }], CONTEXT))?;
+    dev.set_replay(false);
+    let cfg = HcConfig { dim: DIM, iterations: 20, eps: 1e-6, norm_eps: 1e-6 };
+    let mut left = Vec::new();
+    for _ in 0..3 {
+        let mut stage = |dev: &mut Cuda, stage: usize| match stage {
+            0 => {
+                let norm = Norm { weight: &weight, eps: EPS };
+                dev.hc_site(&mut h, &mut streams, Incoming::Output(&y), &site, &cfg, norm, 1)
+            }
+            1 => dev.attn_in(&mut ws, &h, &w, &layer, 1),
+            2 => dev.attn_q_kv(&mut ws, &mut state, &w, &layer, true, 1),
+            3 => dev.index_select(&mut ws, &state, &layer, 1),
+            _ => dev.attn_latent(&mut ws, &mut state, &w, &layer, true, 1),
+        };
+        let key = StepKey::new(1, 256, CtxClass::Medium, Part::Forward);
+        if together {
+            dev.step(key, &mut |dev| (0..5).try_for_each(|i| stage(dev, i)))?;
+        } else {
+            (0..5).try_for_each(|i| dev.step(key, &mut |dev| stage(dev, i)).map(drop))?;
+        }
+        let read = |dev: &mut Cuda, buf, len| {
+            let mut values = vec![0.0; len];
+            dev.read(buf, &mut values)?;
+            DeviceResult::Ok(values)
+        };
+        let mut picks = vec![0; choice.top];
+        dev.read(&ws.picks, &mut picks)?;
+        left.push(Chosen {
+            low: read(dev, &ws.low, RANK + HEADS.dim)?,
+            q: read(dev, &ws.q, HEADS.q_dim())?,
+            index_q: read(dev, &ws.index_q, index.heads * index.dim)?,
+            picks,
+            out: read(dev, &ws.out, HEADS.q_dim())?,
+        });
+    }
+    Ok(left)
 }

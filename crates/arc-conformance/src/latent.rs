@@ -78,7 +78,7 @@ struct Left {
 }
 
 /// Stored rows with plain numbers in them.
-fn stored(rng: &mut Rng, format: RowFormat, dim: usize, rows: usize) -> Vec<u8> {
+pub(crate) fn stored(rng: &mut Rng, format: RowFormat, dim: usize, rows: usize) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(rows * format.row_bytes(dim));
     for row in 0..rows {
         match format {
