@@ -83,10 +83,36 @@ __device__ __forceinline__ void pdl_launch() { asm volatile("griddepcontrol.laun
 __device__ __forceinline__ void arrive(uint32_t* count) {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
 }
+// The same where nothing was written that anybody looks for.
+__device__ __forceinline__ void arrive_empty(uint32_t* count) {
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
+}
 __device__ __forceinline__ uint32_t arrived(const uint32_t* count) {
     uint32_t n;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(n) : "l"(count) : "memory");
     return n;
+}
+
+// Values that a kernel sends to the one behind it, or its blocks to one another, have the number of the launch beside them,
+// written and read as one: who finds the number has the value, and there is no flag to wait for before it.
+__device__ __forceinline__ void send_pair(uint64_t to, float v, uint32_t tag) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((uint64_t)tag << 32 | __float_as_uint(v)) : "memory");
+}
+// Where value `i` stands of those that lanes take four each: of 128, the first two of every lane, then the others, so that lanes
+// have neighbouring pairs.
+__device__ __forceinline__ uint32_t fours_place(uint32_t i) { return (i & ~127u) + (i & 2) * 32 + (i % 128 / 4) * 2 + (i & 1); }
+// One of them, as it is now; `there` stays only if it has its number.
+__device__ __forceinline__ float look_at_pair(uint64_t at, uint32_t tag, bool& there) {
+    uint64_t got;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(got) : "l"(at) : "memory");
+    there = there && got >> 32 == tag;
+    return __uint_as_float((uint32_t)got);
+}
+__device__ __forceinline__ float2 look_at_pairs(uint64_t at, uint32_t tag, bool& there) {
+    uint64_t a, b;
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(at) : "memory");
+    there = there && a >> 32 == tag && b >> 32 == tag;
+    return make_float2(__uint_as_float((uint32_t)a), __uint_as_float((uint32_t)b));
 }
 
 }  // namespace arc

@@ -10,13 +10,18 @@ use crate::ops::hc;
 use crate::ops::index::MAX_INDEX_DIM;
 use crate::ops::index::cuda::{Came, Choice};
 use crate::ops::latent::{LatentConfig, MAX_DIM, ROPE_DIM, RowFormat};
-use crate::ops::matmul::cuda::{Codes, CudaMatrix, Out, Query, Reads, Source, Then, makes_inputs};
+use crate::ops::matmul::cuda::{Codes, CudaMatrix, Due, Out, Query, Reads, Source, Then, makes_inputs};
 use crate::ops::quant::{INDEX_DIM, Inputs};
 use crate::ops_v4::{CompressorWeights, IndexWeights, LatentLayer, LatentState, LatentWeights, LatentWork, PoolState};
 use crate::{MemoryClass, ModelShape, Norm};
 
 /// Rows of a split: the kernel's `kRows`.
 const SPLIT_ROWS: usize = 80;
+/// Threads of a block of `latent_rows`, and blocks that unpack the list.
+const ROWS_THREADS: u32 = 256;
+const UNPACKERS: u32 = 32;
+/// Most blocks of a cluster: the kernel's `kMostBlocks`.
+const MOST_CLUSTER: usize = 8;
 /// Heads of a block: the kernel's `kHeads`.
 const BLOCK_HEADS: usize = 16;
 /// Rows of a step up to which every run of a sequence is short: its tokens enter their rings before the attention.
@@ -93,17 +98,24 @@ pub(crate) struct LatentArgs {
     eps: f32,
     scale: f32,
     apart: u32,
+    sent: u64,
+    sent_q: u64,
     counts: u64,
+    tiles: u64,
     left: u64,
     due: u32,
 }
-const _: () = assert!(size_of::<LatentArgs>() == 336);
+const _: () = assert!(size_of::<LatentArgs>() == 360);
 
 /// Memory of latent attention.
 #[derive(Default)]
 pub(crate) struct Workspace {
     /// `[rows, heads * dim]`: what the heads read, the rotation undone.
     turned: Option<CudaBuf<f32>>,
+    /// The list of one row as the attention reads it: BF16 rows of `dim + 8` numbers, for a cluster's splits.
+    tiles: Option<CudaBuf<u16>>,
+    /// What the product before the last `latent_rows` sends.
+    due: Option<Due>,
     /// What one row's choice among keys needs.
     pub choice: Option<Choice>,
     /// Which wrong variant runs.
@@ -115,8 +127,10 @@ impl Workspace {
     pub(crate) fn new(dev: &mut Cuda, shape: &ModelShape) -> Result<Workspace> {
         let len = dev.limits.rows * shape.gathered;
         let turned = (len > 0).then(|| dev.take("unrotated heads", MemoryClass::Workspace, len)).transpose()?;
+        let numbers = MOST_CLUSTER * SPLIT_ROWS * (MAX_DIM + 8);
+        let tiles = (len > 0).then(|| dev.take("unpacked rows", MemoryClass::Workspace, numbers)).transpose()?;
         let choice = (len > 0).then(|| Choice::new(dev)).transpose()?;
-        Ok(Workspace { turned, choice, mutant: Mutant::None })
+        Ok(Workspace { turned, tiles, due: None, choice, mutant: Mutant::None })
     }
 }
 
@@ -252,7 +266,10 @@ impl Cuda {
             eps: att.eps,
             scale: att.scale,
             apart: 0,
+            sent: 0,
+            sent_q: 0,
             counts: 0,
+            tiles: 0,
             left: 0,
             due: 0,
         })
@@ -327,20 +344,24 @@ impl Cuda {
             }
             self.late(|dev| dev.product_of(&w.q_b, source.rounded(layer.inputs), q, rows))?;
         }
-        let (due, counts) = self.matmul.take_due();
+        self.latent.due = self.matmul.due.take();
+        let (due, counts, sent) = self.latent.due.map_or((0, 0, 0), |due| (due.blocks, due.counts, due.first));
+        let tiles = self.tiles(layer, select, rows);
         let left = self.latent.choice.as_ref().filter(|_| came == Came::Beside).map_or(0, Choice::left);
-        let args = LatentArgs { due, counts, left, ..self.latent_args(ws, state, Some(w), layer, select, rows)? };
+        let args = self.latent_args(ws, state, Some(w), layer, select, rows)?;
+        let args = LatentArgs { due, counts, sent, tiles, left, ..args };
         let view = self.view();
         let pending = hc::cuda::take_pending(self);
         let (mixing, iterations, eps) = pending.map_or((0, 0, 0.0), |p| (p.mixing, p.iterations, p.eps));
         assert!(pending.is_none_or(|pending| pending.rows == rows as u32), "a site and rows of another step");
         // The product before has turned the index query if it has made it.
-        let heads = if followed { 0 } else { args.index_heads.div_ceil(4) };
-        let blocks = 3 + heads + u32::from(pending.is_some());
+        let heads = if followed { 0 } else { args.index_heads.div_ceil(ROWS_THREADS / 32) };
+        let more = if tiles != 0 { UNPACKERS } else { heads };
+        let blocks = 3 + more + u32::from(pending.is_some());
         if let Some(choice) = &mut self.latent.choice {
             (choice.came, choice.rows_blocks) = (came, blocks);
         }
-        let grid = Grid::xy(blocks, rows as u32, 128);
+        let grid = Grid::xy(blocks, rows as u32, ROWS_THREADS);
         let args = args![Arg::of(&args), Arg::of(&view), mixing, iterations, eps];
         self.launch(kernel!("latent_rows"), grid, args)
     }
@@ -361,6 +382,30 @@ impl Cuda {
         Some(Query { w: &index.q_b, out: ws.index_q.ptr(), packed: choice.packed(), rope, weights })
     }
 
+    /// Splits of a query's list, at most, and the blocks that share them.
+    fn splits(&self, layer: &LatentLayer<'_, Cuda>, select: bool, rows: usize) -> (usize, Blocks) {
+        let att = layer.attention;
+        let most = most_splits(layer, select, self.tokens());
+        // The variant has more of them: as few as 16 rows a split.
+        let most = if self.latent.mutant == Mutant::SplitsFollowRows { 5 * most } else { most };
+        let room = self.kv.parts.as_ref().map_or(0, CudaBuf::len);
+        let blocks = match blocks(rows * att.heads.div_ceil(BLOCK_HEADS), most, self.multiprocessors() as usize) {
+            Blocks::Apart(_) if rows * att.heads * most * (att.dim + 2) > room => Blocks::Cluster(1),
+            blocks => blocks,
+        };
+        (most, blocks)
+    }
+
+    /// Where `latent_rows` leaves the list for the attention, 0 where each of its blocks finds rows by itself: the list is the
+    /// same for all heads of one row, and known before the queries where nothing is chosen.
+    fn tiles(&self, layer: &LatentLayer<'_, Cuda>, select: bool, rows: usize) -> u64 {
+        let whole = rows == 1 && layer.row_format == RowFormat::Fp8 && !(select && layer.index.is_some());
+        match self.splits(layer, select, rows) {
+            (_, Blocks::Cluster(2..)) if whole => self.latent.tiles.as_ref().map_or(0, CudaBuf::ptr),
+            _ => 0,
+        }
+    }
+
     /// The stage `attn_latent`.
     pub(crate) fn latent_attend(
         &mut self,
@@ -372,21 +417,16 @@ impl Cuda {
         rows: usize,
     ) -> Result<()> {
         let att = layer.attention;
-        let most_splits = most_splits(layer, select, self.tokens());
-        // The variant has more of them: as few as 16 rows a split.
-        let most_splits = if self.latent.mutant == Mutant::SplitsFollowRows { 5 * most_splits } else { most_splits };
+        let (most_splits, blocks) = self.splits(layer, select, rows);
         let groups = att.heads.div_ceil(BLOCK_HEADS);
-        let room = self.kv.parts.as_ref().map_or(0, CudaBuf::len);
-        let blocks = match blocks(rows * groups, most_splits, self.multiprocessors() as usize) {
-            Blocks::Apart(_) if rows * att.heads * most_splits * (att.dim + 2) > room => Blocks::Cluster(1),
-            blocks => blocks,
-        };
         let (n, apart) = match blocks {
             Blocks::Cluster(n) => (n as u32, 0),
             Blocks::Apart(n) => (n as u32, 1),
         };
+        let (counts, sent_q) = self.latent.due.take().map_or((0, 0), |due| (due.counts, due.second));
+        let tiles = self.tiles(layer, select, rows);
         let args = self.latent_args(ws, state, Some(w), layer, select, rows)?;
-        let mut args = LatentArgs { most_splits: most_splits as u32, apart, ..args };
+        let mut args = LatentArgs { most_splits: most_splits as u32, apart, counts, sent_q, tiles, ..args };
         // Few rows: the first output projection's inputs are made on the way, if they are int8 of plain values.
         let codes = att.dim.is_multiple_of(32)
             && w.out_a.reads() == Reads { codes: true, floats: false }
@@ -490,7 +530,7 @@ enum Blocks {
 fn blocks(tasks: usize, most_splits: usize, processors: usize) -> Blocks {
     let cluster = most_splits.next_power_of_two();
     match (processors / tasks).min(most_splits) {
-        _ if cluster <= 8 && tasks * cluster <= processors => Blocks::Cluster(cluster),
+        _ if cluster <= MOST_CLUSTER && tasks * cluster <= processors => Blocks::Cluster(cluster),
         // So few would gain less than it costs to merge.
         0..=2 => Blocks::Cluster(1),
         n => Blocks::Apart(n),
@@ -514,7 +554,7 @@ mod tests {
 
     #[test]
     fn blocks_fit_and_clusters_have_work() {
-        assert!(attend_bytes(MAX_DIM) + 2560 <= 227 << 10);
+        assert!(attend_bytes(MAX_DIM) + 3072 <= 227 << 10);
         assert_eq!(
             [blocks(4, 8, 132), blocks(4, 2, 132), blocks(32, 8, 132), blocks(200, 8, 132)],
             [Blocks::Cluster(8), Blocks::Cluster(2), Blocks::Apart(4), Blocks::Cluster(1)]

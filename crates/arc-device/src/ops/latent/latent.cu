@@ -11,8 +11,9 @@
 // table are there, and latent_rows does its work while the product runs. It lets its successor start when it is done, and
 // ends after the product. So when a block of latent_attend or index_score starts, all rows that it will read are there too,
 // and it brings them before its wait; only queries and choices come after. What may be read early is read past the first
-// cache. Of one row, the products before may be in that launch too (follow.cu); latent_rows starts with it then, and waits
-// until their blocks have arrived.
+// cache. Of one row, latent_rows leaves the list as tiles of BF16 if all of it is read, once for all heads; and the products
+// before may be in that launch too (follow.cu): latent_rows starts with it then, and takes their outputs as they are sent, and
+// so does the attention with its queries.
 #include "ops/latent/latent.cuh"
 #include "ops/matmul/quantise.cuh"
 #include "pdl.cuh"
@@ -24,9 +25,11 @@ namespace {
 constexpr uint32_t kFull = 0xffffffffu;
 
 // Heads of a block, one a warp; rows of a split. Scores: shares of the values, each two warps'.
-constexpr uint32_t kHeads = 16, kRows = 80, kThreads = 512, kWarps = 16, kShares = 8;
+constexpr uint32_t kHeads = 16, kRows = kSplitRows, kThreads = 512, kWarps = 16, kShares = 8;
 // Most blocks of a cluster, and fours of a head that a lane merges, of at least two blocks.
 constexpr uint32_t kMostBlocks = 8, kItems = kMaxLatent / 4 / 2 / 32;
+// Entries of a table of blocks that are at hand when choices come.
+constexpr uint32_t kTable = 256;
 // Distances between heads of partial scores (f32) and of weights (BF16).
 constexpr uint32_t kScoreStride = 88, kWeightStride = 88;
 
@@ -68,31 +71,16 @@ __device__ __forceinline__ uint32_t cut_pair(float& x, float& y) {
     return pair;
 }
 
-__device__ __forceinline__ uint32_t bf16_product(uint32_t x, uint32_t y) {
-    uint32_t r;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
-    return r;
-}
-
-// Four E4M3 codes times the power of two of a scale byte, as BF16, exact. A code moved to where BF16 has exponent and
-// mantissa is a number 2^120 too small, subnormals included.
-__device__ __forceinline__ uint2 decode_four(uint32_t codes, uint32_t factor) {
-    auto place = [](uint32_t x) { return (x >> 4 & 0x07f007f0u) | (x & 0x80008000u); };
-    return make_uint2(bf16_product(place(__byte_perm(codes, 0, 0x1404)), factor),
-                      bf16_product(place(__byte_perm(codes, 0, 0x3424)), factor));
-}
-
-// 2^120 times the scale as a pair of BF16, NaN for a poisoned block; `rest` is what the number cannot hold, or 1.
-__device__ __forceinline__ uint32_t decode_factor(uint32_t scale, uint32_t& rest) {
-    const uint32_t exponent = scale + 120, first = min(exponent, 254u);
-    rest = (127 + exponent - first) << 7;
-    rest |= rest << 16;
-    return scale == kPoison ? 0x7fc07fc0u : first << 7 | first << 23;
-}
-
 // Whole lines from this block's shared memory to another's, whose `bar` counts them.
 __device__ __forceinline__ void send_lines(uint32_t to, uint32_t from, uint32_t bytes, uint32_t bar) {
     asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "r"(from),
+                 "r"(bytes), "r"(bar)
+                 : "memory");
+}
+
+// Whole lines from global memory to this block's shared memory.
+__device__ __forceinline__ void bring_lines(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
                  "r"(bytes), "r"(bar)
                  : "memory");
 }
@@ -141,8 +129,10 @@ struct List {
 };
 
 // Where the i-th row stands; `stored`: in the layer's format, otherwise f32 in the step's workspace.
-__device__ __forceinline__ const uint8_t* find_row(const LatentArgs& a, const List& list, const uint32_t* blocks, uint32_t r,
-                                                   const RowInfo& info, uint32_t i, bool& stored) {
+// `pick`: what was chosen in its place, where rows are; `table`: the beginning of `blocks` then, or null.
+__device__ __forceinline__ const uint8_t* find_row(const LatentArgs& a, const List& list, const uint32_t* blocks,
+                                                   const uint32_t* table, uint32_t r,
+                                                   const RowInfo& info, uint32_t i, uint32_t pick, bool& stored) {
     stored = true;
     if (i < list.recent) {
         const uint32_t p = list.first + i;
@@ -151,8 +141,9 @@ __device__ __forceinline__ const uint8_t* find_row(const LatentArgs& a, const Li
         stored = false;
         return reinterpret_cast<const uint8_t*>(a.kv + (size_t)(r - (info.pos - p)) * a.dim);
     }
-    const uint32_t w = list.chosen != nullptr ? list.chosen[i - list.recent] : i - list.recent;
-    return a.rows.rows + a.rows.place(blocks, w) * a.row_bytes;
+    const uint32_t w = list.chosen != nullptr ? pick : i - list.recent, entry = a.rows.entry(w);
+    const uint32_t block = table != nullptr && list.chosen != nullptr && entry < kTable ? table[entry] : __ldcg(blocks + entry);
+    return a.rows.rows + a.rows.place_in(block, w) * a.row_bytes;
 }
 
 // A running softmax takes a part in: the factors of what stood before and of the part. One of them is 1.
@@ -212,12 +203,13 @@ __device__ __forceinline__ void put(const LatentArgs& a, size_t at, uint32_t dim
     }
 }
 
-// Merges the block's share of every split, a head a warp, ITEMS fours a lane. part(split, ml, x): maximum and sum of the split
-// and the lane's fours; they come a few at a time.
-template <uint32_t TOGETHER, uint32_t ITEMS, typename Part>
-__device__ __forceinline__ void merge_items(const LatentArgs& a, size_t at, uint32_t dim, uint32_t share, uint32_t splits, float sink,
-                                      const float* angles, Part part) {
-    const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quads = dim / 4;
+// Merges the block's share of every split, a head LANES lanes, ITEMS fours each. part(split, head, lane, ml, x): maximum and sum of
+// the split and the lane's fours; they come a few at a time.
+template <uint32_t TOGETHER, uint32_t LANES, uint32_t ITEMS, typename Part>
+__device__ __forceinline__ void merge_items(const LatentArgs& a, size_t at, uint32_t dim, uint32_t share, uint32_t splits,
+                                            const float* sink_of, const float* angles, Part part) {
+    const uint32_t lane = threadIdx.x % LANES, head = threadIdx.x / LANES, quads = dim / 4;
+    if (head >= kHeads) return;
     const uint32_t heads = min(kHeads, a.heads - blockIdx.y * kHeads);
     float y[ITEMS][4], m = -ARC_INF, l = 0.0f;
 #pragma unroll
@@ -226,7 +218,7 @@ __device__ __forceinline__ void merge_items(const LatentArgs& a, size_t at, uint
         float2 ml[TOGETHER];
         float4 x[TOGETHER][ITEMS];
 #pragma unroll
-        for (uint32_t s = 0; s < TOGETHER; ++s) part(min(first + s, splits - 1), ml[s], x[s]);
+        for (uint32_t s = 0; s < TOGETHER; ++s) part(min(first + s, splits - 1), head, lane, ml[s], x[s]);
 #pragma unroll
         for (uint32_t s = 0; s < TOGETHER; ++s) {
             if (first + s >= splits) continue;
@@ -241,13 +233,13 @@ __device__ __forceinline__ void merge_items(const LatentArgs& a, size_t at, uint
             }
         }
     }
-    const float factor = finish(m, l, sink);
+    const float factor = finish(m, l, sink_of[head]);
     uint32_t h[ITEMS], quad[ITEMS];
     bool there[ITEMS];
 #pragma unroll
     for (uint32_t k = 0; k < ITEMS; ++k) {
-        h[k] = warp, quad[k] = blockIdx.x * share + min(lane + 32 * k, share - 1);
-        there[k] = lane + 32 * k < share && warp < heads && quad[k] < quads;
+        h[k] = head, quad[k] = blockIdx.x * share + min(lane + 32 * k, share - 1);
+        there[k] = lane + 32 * k < share && head < heads && quad[k] < quads;
 #pragma unroll
         for (uint32_t e = 0; e < 4; ++e) y[k][e] = __fmul_rn(y[k][e], factor);
     }
@@ -255,12 +247,14 @@ __device__ __forceinline__ void merge_items(const LatentArgs& a, size_t at, uint
 }
 
 template <uint32_t TOGETHER, typename Part>
-__device__ __forceinline__ void merge(const LatentArgs& a, size_t at, uint32_t dim, uint32_t share, uint32_t splits, float sink,
-                                      const float* angles, Part part) {
+__device__ __forceinline__ void merge(const LatentArgs& a, size_t at, uint32_t dim, uint32_t share, uint32_t splits,
+                                      const float* sink_of, const float* angles, Part part) {
     if (share > 32) {
-        merge_items<TOGETHER, kItems>(a, at, dim, share, splits, sink, angles, part);
+        merge_items<TOGETHER, 32, kItems>(a, at, dim, share, splits, sink_of, angles, part);
+    } else if (share > 16) {
+        merge_items<TOGETHER, 32, 1>(a, at, dim, share, splits, sink_of, angles, part);
     } else {
-        merge_items<TOGETHER, 1>(a, at, dim, share, splits, sink, angles, part);
+        merge_items<TOGETHER, 16, 1>(a, at, dim, share, splits, sink_of, angles, part);
     }
 }
 
@@ -283,14 +277,28 @@ __device__ __forceinline__ uint32_t split_len(const LatentArgs& a) {
     return a.mutant == 1 ? max(16u, kRows / a.n_rows / 16 * 16) : kRows;
 }
 
-__device__ __forceinline__ void load_head_consts(const LatentArgs& a, const RowInfo& info, float* angles, float* sink_of) {
-    const uint32_t thread = threadIdx.x, head = blockIdx.y * kHeads + thread - 32;
-    if (thread < kRopeDim / 4) {
-        reinterpret_cast<float4*>(angles)[thread] = *reinterpret_cast<const float4*>(a.rope + (size_t)info.pos * kRopeDim + 4 * thread);
-    } else if (thread >= 32 && thread - 32 < kHeads) {
-        sink_of[thread - 32] = head < a.heads ? a.sinks[head] : 0.0f;
+// Angles of the row and sinks of the block's heads: loaded, and brought to shared memory when nothing else is to be loaded.
+struct HeadConsts {
+    float4 x;
+
+    __device__ __forceinline__ void load(const LatentArgs& a, const RowInfo& info) {
+        const uint32_t thread = threadIdx.x, head = blockIdx.y * kHeads + thread - 32;
+        if (thread < kRopeDim / 4) {
+            x = *reinterpret_cast<const float4*>(a.rope + (size_t)info.pos * kRopeDim + 4 * thread);
+        } else if (thread >= 32 && thread - 32 < kHeads) {
+            x.x = head < a.heads ? a.sinks[head] : 0.0f;
+        }
     }
-}
+
+    __device__ __forceinline__ void store(float* angles, float* sink_of) const {
+        const uint32_t thread = threadIdx.x;
+        if (thread < kRopeDim / 4) {
+            reinterpret_cast<float4*>(angles)[thread] = x;
+        } else if (thread >= 32 && thread - 32 < kHeads) {
+            sink_of[thread - 32] = x.x;
+        }
+    }
+};
 
 // PLANES: BF16 terms of a row's value. DIM: values of a row, or 0: as `a` says.
 template <uint32_t PLANES, uint32_t DIM>
@@ -302,7 +310,9 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     __shared__ float sink_of[kHeads];
     __shared__ float2 weight_of[kMostBlocks][kHeads];  // maximum and sum of every split, where all are local
     __shared__ uint64_t parcel;                        // what other blocks send: these and the block's share of their sums
+    __shared__ uint64_t landed;                        // the block's rows, where they come as a tile
     __shared__ __align__(16) float angles[kRopeDim];
+    __shared__ uint32_t table[kTable];                 // of the sequence's blocks, where rows are chosen
     const Marks marks(kMarkAttend);
     pdl_launch();
     const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
@@ -313,11 +323,27 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     const bool single = gridDim.x == 1, apart = a.apart != 0, local = !single && !apart;
     // Everybody has begun, and a barrier, before anybody sends to another.
     if (local) {
-        if (thread == 0) parcel_init(&parcel);
+        if (thread == 0) parcel_init(&parcel), parcel_init(&landed);
         cluster_arrive_relaxed();
     }
+    // The row's list as a tile: a row that is not live has none, but what is there is brought before that is known.
+    const bool tiles = PLANES == 1 && local && a.tiles != nullptr;
+    uint16_t* q = reinterpret_cast<uint16_t*>(dynamic);          // [kQueryTerms][kHeads][stride]
+    uint16_t* rows = q + kQueryTerms * kHeads * stride;          // [kRows][stride]
+    if (tiles && thread == 0) {
+        // Sixteen rows at a time.
+        const uint32_t bytes = 16 * 2 * stride;
+        parcel_expect(&landed, kRows / 16 * bytes);
+        const uint8_t* tile = reinterpret_cast<const uint8_t*>(a.tiles) + (size_t)blockIdx.x * kRows / 16 * bytes;
+        for (uint32_t i = 0; i < kRows / 16; ++i) bring_lines(shared_at(rows) + i * bytes, tile + i * bytes, bytes, shared_at(&landed));
+    }
     const RowInfo info = info_early(view, r);
-    load_head_consts(a, info, angles, sink_of);
+    const bool sent = PLANES == 1 && a.sent_q != 0;
+    const uint32_t tag = sent ? __ldcg(a.counts + 3) : 0;
+    HeadConsts consts;
+    consts.load(a, info);
+    // Rows of several terms leave no registers for them.
+    if (PLANES > 1) consts.store(angles, sink_of);
     // The warp's head: values 4 lane + 128 j.
     float4 query[4];
     auto ask_queries = [&]() {
@@ -330,12 +356,47 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
             }
         }
     };
+    // The same where they are sent: it ends when they are there.
+    auto take_queries = [&]() {
+        bool there;
+        do {
+            there = true;
+#pragma unroll
+            for (uint32_t j = 0; j < 4; ++j) {
+                const uint32_t e = 4 * lane + 128 * j;
+                query[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                if (warp < heads && e < dim) {
+                    const uint64_t at = a.sent_q + 8 * fours_place((first_head + warp) * dim + e);
+                    const float2 low = look_at_pairs(at, tag, there), high = look_at_pairs(at + 512, tag, there);
+                    query[j] = make_float4(low.x, low.y, high.x, high.y);
+                }
+            }
+        } while (!__all_sync(kFull, there));
+    };
+    // First of all, unless there are rows to be found meanwhile.
+    if (sent && tiles) take_queries();
     const size_t out_at = ((size_t)r * a.heads + first_head) * dim;
     const List list = list_of(a, r, info);
     const bool waits = !info.live || list.chosen != nullptr;
+    const uint32_t split_rows = split_len(a);
+    // Rows that a warp brings, and what is chosen in the place of the lane's, if it is.
+    constexpr uint32_t kOwn = kRows / kWarps;
+    auto pick_of = [&](uint32_t split) {
+        const uint32_t own = warp * kOwn + lane, i = split * split_rows + own;
+        const bool chosen = list.chosen != nullptr && lane < kOwn && own < split_rows && i >= list.recent && i < list.n;
+        return chosen ? list.chosen[i - list.recent] : 0;
+    };
+    uint32_t pick = 0;
+    const uint32_t* blocks = view.blocks + (size_t)info.slot * view.max_blocks;
     if (waits) {
+        if (PLANES == 1) {
+            if (info.live && thread < kTable && thread * kBlockTokens <= info.pos) table[thread] = __ldcg(blocks + thread);
+            __syncthreads();
+        }
         pdl_wait();
         ask_queries();
+        if (tiles) parcel_wait(&landed);
+        if (PLANES == 1 && info.live) pick = pick_of(blockIdx.x);
         const bool faulty = info.live && list.chosen[0] == 0xffffffffu;
         if (!info.live || faulty) {
             const float fill = faulty ? ARC_NAN : 0.0f;
@@ -350,37 +411,33 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
             return;
         }
     }
-    const uint32_t split_rows = split_len(a);
     const uint32_t splits = (list.n + split_rows - 1) / split_rows;
     if (splits > (local ? gridDim.x : single ? 0xffffffffu : a.most_splits)) {
         // The step's context class was too small.
         if (thread == 0) report_fault(view, 0x6c610001);
         if (!waits) pdl_wait();
+        __syncthreads();
+        if (tiles) parcel_wait(&landed);
         return;
     }
-    const uint32_t* blocks = view.blocks + (size_t)info.slot * view.max_blocks;
-    uint16_t* q = reinterpret_cast<uint16_t*>(dynamic);          // [kQueryTerms][kHeads][stride]
-    uint16_t* rows = q + kQueryTerms * kHeads * stride;          // [kRows][stride]
     float* scores = reinterpret_cast<float*>(rows + kRows * stride);                      // [kShares][kHeads][kScoreStride]
     uint16_t* weights = reinterpret_cast<uint16_t*>(scores + kShares * kHeads * kScoreStride);  // [terms][kHeads][kWeightStride]
     // What this block merges of every split: [splits][kHeads][share_stride].
     float* received = reinterpret_cast<float*>(weights + kWeightTerms * kHeads * kWeightStride);
     const uint32_t share = share_of(quads, gridDim.x), share_stride = 4 * share + 8;
-
     // Brings a split's rows. Each warp takes five, and needs no other for them. First they are found, and those that are
     // stored as Fp8 are sent for as they are, to where the scores will be: eight bytes at a time, all at once.
-    constexpr uint32_t kOwn = kRows / kWarps;
     uint8_t* raw = reinterpret_cast<uint8_t*>(scores) + warp * kOwn * row_bytes;
     const uint8_t* from = nullptr;
     uint32_t packed = 0;
     auto of = [&](uint32_t i) {
         return reinterpret_cast<const uint8_t*>(__shfl_sync(kFull, (unsigned long long)from, i));
     };
-    auto send = [&](uint32_t split) {
+    auto send = [&](uint32_t split, uint32_t pick) {
         const uint32_t base = split * split_rows, here = min(split_rows, list.n - base), own = warp * kOwn + lane;
         bool stored = false;
         from = nullptr;
-        if (lane < kOwn && own < here) from = find_row(a, list, blocks, r, info, base + own, stored);
+        if (lane < kOwn && own < here) from = find_row(a, list, blocks, PLANES == 1 ? table : nullptr, r, info, base + own, pick, stored);
         if constexpr (PLANES == 1) {
             packed = __ballot_sync(kFull, stored);
             const uint32_t row_words = row_bytes / 8;
@@ -424,14 +481,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                     const uint32_t word = lane + 32 * j;
                     // 512 values have 56 words of codes: the third is past them.
                     if (j < 2 && word < nope / 8) {
-                        uint32_t rest;
-                        const uint32_t factor = decode_factor(scale[i][j % 2], rest);
-                        uint2 low = decode_four(x[i][j].x, factor), high = decode_four(x[i][j].y, factor);
-                        if (rest != 0x3f803f80u) {
-                            low = make_uint2(bf16_product(low.x, rest), bf16_product(low.y, rest));
-                            high = make_uint2(bf16_product(high.x, rest), bf16_product(high.y, rest));
-                        }
-                        *reinterpret_cast<uint4*>(row + 8 * word) = make_uint4(low.x, low.y, high.x, high.y);
+                        *reinterpret_cast<uint4*>(row + 8 * word) = decode_eight(x[i][j], scale[i][j % 2]);
                     } else if (word < words) {
                         *reinterpret_cast<uint2*>(row + nope + 4 * (word - nope / 8)) = x[i][j];
                     }
@@ -497,10 +547,12 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     };
     // Pairs of eight values of a row that the warp sums.
     constexpr uint32_t kPairs = kMaxLatent / 16 / kWarps;
+    constexpr bool kWhole = DIM == kMaxLatent;
     const uint32_t pairs = dim / 16, per_warp = (pairs + kWarps - 1) / kWarps, first_pair = warp * per_warp;
     // Those whose scores the warp takes, and its tiles of sixteen rows: three or two.
     const uint32_t steps = (pairs + kShares - 1) / kShares, first_step = warp % kShares * steps;
     constexpr uint32_t kTiles = (kRows / 16 + 1) / 2;
+    static_assert(kWarps == 2 * kShares && 2 * kTiles - 1 == kRows / 16);
     const uint32_t first_tile = warp / kShares * kTiles;
     float total[kPairs][2][4];
 #pragma unroll
@@ -516,7 +568,9 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     }
     for (uint32_t split = blockIdx.x; split < splits; split += gridDim.x) {
         const uint32_t here = min(split_rows, list.n - split * split_rows);
-        send(split);
+        if (!tiles) send(split, PLANES == 1 && split == blockIdx.x ? pick : pick_of(split));
+        if (!waits && sent && !tiles && split == blockIdx.x) take_queries();
+        if (split == blockIdx.x) marks.mark(2);
         // Scores: the warp takes a share of the values, for its rows.
         float c[kTiles][2][4];
 #pragma unroll
@@ -525,9 +579,15 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
             for (uint32_t j = 0; j < 8; ++j) c[i][j / 4][j % 4] = 0.0f;
         }
         for (uint32_t plane = 0; plane < PLANES; ++plane) {
-            bring(plane);
+            if (tiles) {
+                parcel_wait(&landed);
+            } else {
+                bring(plane);
+            }
             if (split == blockIdx.x && plane == 0) {
-                if (!waits) {
+                if (PLANES == 1) consts.store(angles, sink_of);
+                marks.mark(3);
+                if (!waits && !sent) {
                     pdl_wait();
                     marks.mark(2);
                     ask_queries();
@@ -538,11 +598,10 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                 marks.mark(7);
             }
             __syncthreads();
-            marks.mark(3);
 #pragma unroll
             for (uint32_t i = 0; i < kMaxLatent / 16 / kShares; ++i) {
                 const uint32_t step = first_step + i;
-                if (i >= steps || step >= pairs) continue;
+                if (!kWhole && (i >= steps || step >= pairs)) continue;
                 uint32_t x[kQueryTerms][4];
 #pragma unroll
                 for (uint32_t t = 0; t < kQueryTerms; ++t) {
@@ -550,7 +609,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                 }
 #pragma unroll
                 for (uint32_t n = 0; n < kTiles; ++n) {
-                    if (first_tile + n >= kRows / 16) continue;
+                    if (n + 1 == kTiles && warp >= kShares) continue;
                     uint32_t y[4];
                     load_tiles(y, shared_at(rows + ((first_tile + n) * 16 + (lane >> 4) * 8 + (lane & 7)) * stride + step * 16 +
                                             (lane >> 3 & 1) * 8));
@@ -566,7 +625,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         float* own = scores + (warp % kShares * kHeads + (lane >> 2)) * kScoreStride + first_tile * 16 + (lane & 3) * 2;
 #pragma unroll
         for (uint32_t i = 0; i < kTiles; ++i) {
-            if (first_tile + i >= kRows / 16) continue;
+            if (i + 1 == kTiles && warp >= kShares) continue;
 #pragma unroll
             for (uint32_t j = 0; j < 2; ++j) {
                 *reinterpret_cast<float2*>(own + 16 * i + 8 * j) = make_float2(c[i][j][0], c[i][j][1]);
@@ -643,7 +702,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
 #pragma unroll
                 for (uint32_t i = 0; i < kPairs; ++i) {
                     const uint32_t pair = first_pair + i;
-                    if (i < per_warp && pair < pairs) {
+                    if (kWhole || (i < per_warp && pair < pairs)) {
                         uint32_t y[4];
                         load_tiles_turned(y, shared_at(rows + (k * 16 + (lane & 15)) * stride + pair * 16 + (lane >> 4) * 8));
 #pragma unroll
@@ -674,7 +733,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         const size_t to_next = (size_t)a.most_splits * (dim + 2);
 #pragma unroll
         for (uint32_t i = 0; i < kPairs; ++i) {
-            if (i < per_warp && first_pair + i < pairs) {
+            if (kWhole || (i < per_warp && first_pair + i < pairs)) {
 #pragma unroll
                 for (uint32_t j = 0; j < 2; ++j) {
                     const uint32_t e = (first_pair + i) * 16 + 8 * j + 2 * (lane & 3);
@@ -706,7 +765,13 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         }
         __syncthreads();
     }
-    if (blockIdx.x >= splits && !waits) pdl_wait();
+    if (blockIdx.x >= splits) {
+        if (PLANES == 1) consts.store(angles, sink_of);
+        if (tiles) parcel_wait(&landed);
+        __syncthreads();
+    }
+    // Whoever has queries that were sent has not waited yet.
+    if (!waits && (blockIdx.x >= splits || sent)) pdl_wait();
     if (single) {
         // Through shared memory, where the rows were: from two values a lane to four.
         const uint32_t low = lane >> 2, high = low + 8, part_stride = dim + 4;
@@ -714,7 +779,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         const float factor[2] = {finish(total_m[low], total_l[low], sink_of[low]), finish(total_m[high], total_l[high], sink_of[high])};
 #pragma unroll
         for (uint32_t i = 0; i < kPairs; ++i) {
-            if (i < per_warp && first_pair + i < pairs) {
+            if (kWhole || (i < per_warp && first_pair + i < pairs)) {
 #pragma unroll
                 for (uint32_t j = 0; j < 4; ++j) {
                     const uint32_t e = (first_pair + i) * 16 + 8 * (j / 2) + 2 * (lane & 3), half = j % 2;
@@ -740,12 +805,13 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     marks.mark(5);
     // What a block has sent is read from its shared memory until everybody has received everything.
     cluster_arrive_relaxed();
-    merge<PLANES == 1 ? 2 : 1>(a, out_at, dim, share, splits, sink_of[warp], angles, [&](uint32_t split, float2& ml, auto& x) {
-        ml = weight_of[split][warp];
+    merge<PLANES == 1 ? 2 : 1>(a, out_at, dim, share, splits, sink_of, angles,
+                               [&](uint32_t split, uint32_t head, uint32_t lane, float2& ml, auto& x) {
+        ml = weight_of[split][head];
 #pragma unroll
         for (uint32_t k = 0; k < sizeof(x) / sizeof(float4); ++k) {
             const uint32_t i = min(lane + 32 * k, share - 1);
-            x[k] = *reinterpret_cast<const float4*>(received + (split * kHeads + warp) * share_stride + 4 * i);
+            x[k] = *reinterpret_cast<const float4*>(received + (split * kHeads + head) * share_stride + 4 * i);
         }
     });
     marks.mark(6);
@@ -764,20 +830,22 @@ extern "C" __global__ void __launch_bounds__(512, 1) latent_merge(LatentArgs a, 
     __shared__ float sink_of[kHeads];
     __shared__ __align__(16) float angles[kRopeDim];
     pdl_launch();
-    const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5, r = blockIdx.z, first_head = blockIdx.y * kHeads;
+    const uint32_t r = blockIdx.z, first_head = blockIdx.y * kHeads;
     const RowInfo info = info_early(view, r);
     const List list = list_of(a, r, info);
-    load_head_consts(a, info, angles, sink_of);
+    HeadConsts consts;
+    consts.load(a, info);
+    consts.store(angles, sink_of);
     __syncthreads();
     pdl_wait();
     // Those rows are complete.
     if (!info.live || (list.chosen != nullptr && list.chosen[0] == 0xffffffffu)) return;
     const uint32_t share = share_of(a.dim / 4, gridDim.x), splits = (list.n + split_len(a) - 1) / split_len(a);
     if (splits > a.most_splits) return;
-    const float* parts = a.parts + ((size_t)r * a.heads + min(first_head + warp, a.heads - 1)) * a.most_splits * (a.dim + 2);
+    const float* parts = a.parts + (size_t)r * a.heads * a.most_splits * (a.dim + 2);
     const size_t at = ((size_t)r * a.heads + first_head) * a.dim;
-    merge<8>(a, at, a.dim, share, splits, sink_of[warp], angles, [&](uint32_t split, float2& ml, auto& x) {
-        const float* part = parts + (size_t)split * (a.dim + 2);
+    merge<8>(a, at, a.dim, share, splits, sink_of, angles, [&](uint32_t split, uint32_t head, uint32_t lane, float2& ml, auto& x) {
+        const float* part = parts + ((size_t)min(first_head + head, a.heads - 1) * a.most_splits + split) * (a.dim + 2);
         ml = *reinterpret_cast<const float2*>(part + a.dim);
 #pragma unroll
         for (uint32_t k = 0; k < sizeof(x) / sizeof(float4); ++k) {

@@ -40,20 +40,66 @@ struct LatentArgs {
     uint32_t n_rows, most_splits, mutant;
     float eps, scale;
     uint32_t apart;  // whether blocks leave their splits in `parts` for latent_merge
-    // Of latent_rows: the number of the launch, arrivals and departures; and how many arrivals to wait for, which tell that
-    // `low` and `pool` are there, 0 where they are as soon as it starts.
+    // `low` and `pool` of one row, and `q`, as the product before sends them, each value with the number of the launch; 0 where
+    // they are there when latent_rows starts, and when what is before the attention has ended.
+    uint64_t sent, sent_q;
+    // The number of the launch before, arrivals and departures, and for the attention the number of this one; and how many
+    // arrivals there will be.
     uint32_t* counts;
-    uint32_t* left;  // where its blocks arrive when what they leave is there, for a kernel that begins with this one; or null
+    // Of one row: where latent_rows leaves the list of the attention as it reads it, BF16 in rows of `tile_row` numbers, splits
+    // one behind the other; or null.
+    uint16_t* tiles;
+    // Where blocks of latent_rows arrive when what they leave is there, for a kernel that begins with it; or null.
+    uint32_t* left;
     uint32_t due;
 
     __device__ uint32_t first_visible(uint32_t pos) const { return pos + 1 > window_len ? pos + 1 - window_len : 0; }
     __device__ uint8_t* in_window(uint32_t slot, uint32_t p) const {
         return window + ((size_t)slot * ring + p % ring) * row_bytes;
     }
+    // Numbers from one row of a tile to the next, in shared memory too: eight rows at the same place meet no bank twice.
+    __device__ uint32_t tile_row() const { return dim + 8; }
     // Whether rows of a run this long may enter the ring before the step's attention has read it.
     __device__ bool short_run(const RowInfo& info) const { return info.back + info.ahead + 1 <= ring - window_len + 1; }
 };
-static_assert(sizeof(LatentArgs) == 336);
+static_assert(sizeof(LatentArgs) == 360);
+
+// Rows of a split of the attention, which sums their values together.
+constexpr uint32_t kSplitRows = 80;
+
+__device__ __forceinline__ uint32_t bf16_product(uint32_t x, uint32_t y) {
+    uint32_t r;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+    return r;
+}
+
+// Four E4M3 codes times the power of two of a scale byte, as BF16, exact. A code moved to where BF16 has exponent and
+// mantissa is a number 2^120 too small, subnormals included.
+__device__ __forceinline__ uint2 decode_four(uint32_t codes, uint32_t factor) {
+    auto place = [](uint32_t x) { return (x >> 4 & 0x07f007f0u) | (x & 0x80008000u); };
+    return make_uint2(bf16_product(place(__byte_perm(codes, 0, 0x1404)), factor),
+                      bf16_product(place(__byte_perm(codes, 0, 0x3424)), factor));
+}
+
+// 2^120 times the scale as a pair of BF16, NaN for a poisoned block; `rest` is what the number cannot hold, or 1.
+__device__ __forceinline__ uint32_t decode_factor(uint32_t scale, uint32_t& rest) {
+    const uint32_t exponent = scale + 120, first = min(exponent, 254u);
+    rest = (127 + exponent - first) << 7;
+    rest |= rest << 16;
+    return scale == kPoison ? 0x7fc07fc0u : first << 7 | first << 23;
+}
+
+// Eight codes of a block of this scale.
+__device__ __forceinline__ uint4 decode_eight(uint2 codes, uint32_t scale) {
+    uint32_t rest;
+    const uint32_t factor = decode_factor(scale, rest);
+    uint2 low = decode_four(codes.x, factor), high = decode_four(codes.y, factor);
+    if (rest != 0x3f803f80u) {
+        low = make_uint2(bf16_product(low.x, rest), bf16_product(low.y, rest));
+        high = make_uint2(bf16_product(high.x, rest), bf16_product(high.y, rest));
+    }
+    return make_uint4(low.x, low.y, high.x, high.y);
+}
 
 // What is known of a row, past the first cache.
 __device__ __forceinline__ RowInfo info_early(const StepView& view, uint32_t r) {

@@ -2,8 +2,9 @@
 //
 // latent_rows    rows and index queries, a warp each; and per compressor a block that pools the row which the token
 //                completes. Tokens of short runs enter their rings here, since nothing that this step still reads stands
-//                there. One block more does what the site before has put off (hc.cu). With `left`, a kernel that needs
-//                little of it (`index_choose`) begins with it. Exact.
+//                there. Of one row, blocks leave the list of the attention as tiles of BF16. One block more does what the
+//                site before has put off (hc.cu). With `left`, a kernel that needs little of it (`index_choose`) begins
+//                with it. Exact.
 // latent_rings   the tokens of longer runs, after the attention that reads what they overwrite. Exact.
 #include "ops/hc/hc.cuh"
 #include "ops/latent/latent.cuh"
@@ -13,9 +14,33 @@ namespace arc {
 
 namespace {
 
+// Rows of a step up to which `latent_rows` runs ahead, and sends for what the attention will read: matmul/cuda.rs's
+// FEW_ROWS.
+constexpr uint32_t kFewRows = 8;
+// Rows of a list that are sent for: what the attention begins with, or all that there is room for in tiles.
+constexpr uint32_t kMostAhead = 640;
+
+// Leaves row `i` of a list in its tile, as storing left it, by a warp.
+__device__ __forceinline__ void leave_in_tile(const LatentArgs& a, uint32_t i, const float (&x)[kLaneValues]) {
+    const uint32_t lane = threadIdx.x & 31;
+    // More than there is room for: the attention finds that out.
+    if (i >= kMostAhead) return;
+    uint16_t* to = a.tiles + (size_t)i * a.tile_row();
+#pragma unroll
+    for (uint32_t j = 0; j < kLaneValues; ++j) {
+        if (lane + 32 * j < a.dim) to[lane + 32 * j] = bf16_bits(x[j]);
+    }
+}
+
+// What the layer's compressors take; `tag`: the number of the launch that sends it.
+__device__ __forceinline__ Work pool_work(const LatentArgs& a, uint32_t tag) {
+    return Work{a.pool, a.pool_dim, a.sent == 0 ? 0 : a.sent + 8 * (a.q_rank + a.dim), tag};
+}
+
 // The block of a compressor: pools, norms, rotates and stores, where the row's token completes one.
 __device__ void compress(const PoolArgs& c, uint32_t format, const LatentArgs& a, uint32_t r, const RowInfo& info,
-                         const StepView& view, float* row) {
+                         const StepView& view, uint32_t tag, float* row) {
+    const Work work = pool_work(a, tag);
     const bool completes = (info.pos + 1) % c.ratio == 0;
     if (completes) {
         // The last warp finishes the row; what it needs for that comes while the row is pooled.
@@ -29,7 +54,7 @@ __device__ void compress(const PoolArgs& c, uint32_t format, const LatentArgs& a
             angles.load(a.rope + (size_t)w * c.ratio * kRopeDim, c.dim);
             to = c.rows + c.place(view.blocks + (size_t)info.slot * view.max_blocks, w) * c.row_bytes;
         }
-        pool_row(row, c, a.pool, a.pool_dim, r, info);
+        pool_row(row, c, work, r, info);
         __syncthreads();
         if (finishes) {
             float x[kLaneValues];
@@ -41,27 +66,33 @@ __device__ void compress(const PoolArgs& c, uint32_t format, const LatentArgs& a
             }
             rope_row(x, c.dim, angles);
             keep_row(x, c.dim, format, to);
+            if (blockIdx.x == 0 && a.tiles != nullptr) leave_in_tile(a, info.pos + 1 - a.first_visible(info.pos) + w, x);
             return;
         }
     }
-    if (c.short_run(info)) keep_token(c, a.pool, a.pool_dim, r, info, completes ? blockDim.x - 32 : blockDim.x);
+    if (c.short_run(info)) keep_token(c, work, r, info, completes ? blockDim.x - 32 : blockDim.x);
 }
 
-// Rows of a step up to which `latent_rows` runs ahead, and sends for what the attention will read: matmul/cuda.rs's
-// FEW_ROWS.
-constexpr uint32_t kFewRows = 8;
-// Rows of a list that are sent for: what the attention begins with.
-constexpr uint32_t kMostAhead = 640;
-
 // The row of the token of `info`, by a warp.
-__device__ void make_row(const LatentArgs& a, uint32_t r, const RowInfo& info) {
+__device__ void make_row(const LatentArgs& a, uint32_t r, const RowInfo& info, uint32_t tag) {
     const uint32_t lane = threadIdx.x & 31;
     float* kv = a.kv + (size_t)r * a.dim;
     float x[kLaneValues], norm[kLaneValues];
     Angles angles;
-    load_row_early(x, a.low + (size_t)r * (a.q_rank + a.dim) + a.q_rank, a.dim);
     load_row(norm, a.kv_norm, a.dim);
     angles.load(a.rope + (size_t)info.pos * kRopeDim, a.dim);
+    if (a.sent == 0) {
+        load_row_early(x, a.low + (size_t)r * (a.q_rank + a.dim) + a.q_rank, a.dim);
+    } else {
+        bool there;
+        do {
+            there = true;
+#pragma unroll
+            for (uint32_t j = 0; j < kLaneValues; ++j) {
+                x[j] = lane + 32 * j < a.dim ? look_at_pair(a.sent + 8 * (a.q_rank + lane + 32 * j), tag, there) : 0.0f;
+            }
+        } while (!__all_sync(0xffffffffu, there));
+    }
     const float factor = rms_factor(x, a.dim, a.eps);
 #pragma unroll
     for (uint32_t j = 0; j < kLaneValues; ++j) {
@@ -74,6 +105,44 @@ __device__ void make_row(const LatentArgs& a, uint32_t r, const RowInfo& info) {
     }
     store_row(kv, x, a.dim);
     if (info.live && a.short_run(info)) keep_row(x, a.dim, a.row_format, a.in_window(info.slot, info.pos));
+    if (a.tiles != nullptr) leave_in_tile(a, info.pos - a.first_visible(info.pos), x);
+}
+
+// Leaves the list of a row in tiles, but for the rows that are made in this step; what follows it up to the end of a split is
+// zero. By warp `warp` of `warps`.
+__device__ void unpack(const LatentArgs& a, const StepView& view, const RowInfo& info, uint32_t warp, uint32_t warps) {
+    const uint32_t* blocks = view.blocks + (size_t)info.slot * view.max_blocks;
+    const uint32_t lane = threadIdx.x & 31, first = a.first_visible(info.pos), recent = info.pos + 1 - first;
+    const uint32_t visible = a.rows.ratio == 0 ? 0 : a.rows.visible(info.pos), n = recent + visible;
+    const bool completes = a.rows.ratio != 0 && (info.pos + 1) % a.rows.ratio == 0;
+    const uint32_t nope = a.dim - kRopeDim, codes = nope / 8, words = codes + kRopeDim / 4;
+#pragma unroll 1
+    for (uint32_t i = warp; i < min((n + kSplitRows - 1) / kSplitRows * kSplitRows, kMostAhead); i += warps) {
+        if (i == recent - 1 || (completes && i + 1 == n)) continue;
+        const uint8_t* row = i < recent ? a.in_window(info.slot, first + i)
+                             : i < n    ? a.rows.rows + a.rows.place(blocks, i - recent) * a.row_bytes
+                                        : nullptr;
+        uint16_t* to = a.tiles + (size_t)i * a.tile_row();
+        uint2 x[3];
+        // The scales are behind all words.
+        uint2 scales = make_uint2(0, 0);
+        if (row != nullptr) scales = __ldcg(reinterpret_cast<const uint2*>(row) + words);
+#pragma unroll
+        for (uint32_t j = 0; j < 3; ++j) {
+            const uint32_t word = lane + 32 * j;
+            x[j] = row != nullptr && word < words ? __ldcg(reinterpret_cast<const uint2*>(row) + word) : make_uint2(0, 0);
+        }
+#pragma unroll
+        for (uint32_t j = 0; j < 3; ++j) {
+            const uint32_t word = lane + 32 * j;
+            if (word < codes) {
+                const uint32_t block = word / 8, scale = (block < 4 ? scales.x : scales.y) >> 8 * (block % 4) & 0xff;
+                *reinterpret_cast<uint4*>(to + 8 * word) = row == nullptr ? make_uint4(0, 0, 0, 0) : decode_eight(x[j], scale);
+            } else if (word < words) {
+                *reinterpret_cast<uint2*>(to + nope + 4 * (word - codes)) = x[j];
+            }
+        }
+    }
 }
 
 // Brings what the attention of a row will read into the second cache, by threads `thread` of `threads`.
@@ -82,7 +151,7 @@ __device__ void send_for_rows(const LatentArgs& a, const StepView& view, uint32_
     const uint32_t* blocks = view.blocks + (size_t)info.slot * view.max_blocks;
     const uint32_t first = a.first_visible(info.pos), recent = info.pos - first;
     const uint32_t visible = a.rows.ratio == 0 ? 0 : a.rows.visible(info.pos);
-    const uint32_t n = min(recent + (a.top != 0 && visible > a.top ? 0 : visible), kMostAhead);
+    const uint32_t n = a.tiles != nullptr ? 0 : min(recent + (a.top != 0 && visible > a.top ? 0 : visible), kMostAhead);
 #pragma unroll 4
     for (uint32_t i = thread; i < n; i += threads) {
         const uint8_t* row = i < recent ? a.in_window(info.slot, first + i)
@@ -94,9 +163,9 @@ __device__ void send_for_rows(const LatentArgs& a, const StepView& view, uint32_
 
 }  // namespace
 
-// Grid: (compressor of rows, of keys, the step's row, four index queries each, and where `mixing` is not null what the
-// site before has put off; rows). Small blocks: there is room for them beside the product.
-extern "C" __global__ void __launch_bounds__(128)
+// Grid: (compressor of rows, of keys, the step's row, eight index queries each or shares of the list as tiles, and where `mixing`
+// is not null what the site before has put off; rows). Small blocks: there is room for them beside the product.
+extern "C" __global__ void __launch_bounds__(256, 1)
     latent_rows(LatentArgs a, StepView view, float* mixing, unsigned iterations, float eps) {
     __shared__ __align__(16) float row[kMaxLatent];
     const Marks marks(kMarkRows);
@@ -105,12 +174,7 @@ extern "C" __global__ void __launch_bounds__(128)
     const bool ahead = a.n_rows <= kFewRows;
     if (!ahead) pdl_wait();
     if (a.left != nullptr) pdl_launch();
-    if (a.due != 0) {
-        if (threadIdx.x == 0) {
-            while (arrived(a.counts + 1) < a.due) {}
-        }
-        __syncthreads();
-    }
+    const uint32_t tag = a.sent != 0 ? __ldcg(a.counts) + 1 : 0;
     const RowInfo info = info_early(view, r);
     if (mixing != nullptr && blockIdx.x == gridDim.x - 1) {
         // The site after the attention is the first to read it: nobody else is kept.
@@ -119,8 +183,11 @@ extern "C" __global__ void __launch_bounds__(128)
     } else if (blockIdx.x < 2) {
         const PoolArgs& c = blockIdx.x == 0 ? a.rows : a.keys;
         if (info.live && c.ratio != 0) {
-            compress(c, blockIdx.x == 0 ? a.row_format : a.key_format, a, r, info, view, row);
+            compress(c, blockIdx.x == 0 ? a.row_format : a.key_format, a, r, info, view, tag, row);
         }
+    } else if (blockIdx.x > 2 && a.tiles != nullptr) {
+        const uint32_t others = gridDim.x - 3 - (mixing != nullptr);
+        if (info.live) unpack(a, view, info, (blockIdx.x - 3) * (blockDim.x / 32) + threadIdx.x / 32, others * (blockDim.x / 32));
     } else if (blockIdx.x > 2) {
         const uint32_t h = (blockIdx.x - 3) * (blockDim.x / 32) + threadIdx.x / 32;
         if (info.live && h < a.index_heads) {
@@ -134,17 +201,22 @@ extern "C" __global__ void __launch_bounds__(128)
             store_row(q, x, a.index_dim);
         }
     } else if (threadIdx.x < 32) {
-        make_row(a, r, info);
+        make_row(a, r, info, tag);
+        // For the attention: the number of the launch before may be this one when it begins.
+        if (a.sent != 0 && threadIdx.x == 0) a.counts[3] = tag;
     } else if (info.live && ahead) {
         send_for_rows(a, view, r, info, threadIdx.x - 32, blockDim.x - 32);
     }
     __threadfence();
+    // Tiles are brought by bulk copies.
+    asm volatile("fence.proxy.async.global;" ::: "memory");
     __syncthreads();
     marks.mark(2);
     if (a.left == nullptr) pdl_launch();
     if (a.left != nullptr && threadIdx.x == 0) arrive(a.left);
-    // Who leaves last prepares the next launch.
-    if (a.due != 0 && threadIdx.x == 0 && atomicAdd(a.counts + 2, 1u) + 1 == gridDim.x * gridDim.y) {
+    // Who leaves last prepares the next launch, when every block of this one's product has read the number.
+    if (a.sent != 0 && threadIdx.x == 0 && atomicAdd(a.counts + 2, 1u) + 1 == gridDim.x * gridDim.y) {
+        while (arrived(a.counts + 1) < a.due) {}
         a.counts[1] = 0, a.counts[2] = 0, a.counts[0] += 1;
     }
     if (ahead) pdl_wait();
@@ -168,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(128) latent_rings(LatentArgs a, Ste
         return;
     }
     const PoolArgs& c = blockIdx.x == 1 ? a.rows : a.keys;
-    if (c.ratio != 0 && info.ahead < c.ring_len && !c.short_run(info)) keep_token(c, a.pool, a.pool_dim, r, info, blockDim.x);
+    if (c.ratio != 0 && info.ahead < c.ring_len && !c.short_run(info)) keep_token(c, pool_work(a, 0), r, info, blockDim.x);
 }
 
 }  // namespace arc

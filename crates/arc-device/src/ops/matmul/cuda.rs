@@ -17,7 +17,7 @@ use crate::format::{Coding, Format};
 use crate::ops::glu::Activation;
 use crate::{MemoryClass, ModelShape, Norm};
 pub(crate) use experts::Units;
-pub(crate) use follow::{Held, Query};
+pub(crate) use follow::{Due, Held, Query};
 pub(crate) use inputs::{Codes, Reads, Source, makes_inputs};
 use inputs::{Given, InputBuffers, Ready};
 pub use matrix::CudaMatrix;
@@ -176,8 +176,8 @@ pub(crate) struct Workspace {
     held: Option<Held>,
     /// What blocks of one launch tell one another.
     exchange: Option<CudaBuf<u32>>,
-    /// Arrivals that the next kernel waits for.
-    due: u32,
+    /// What the last launch sends to the next kernel.
+    pub due: Option<Due>,
     /// A product that is normed before it joins the residual, `[rows, hidden]`.
     product: Option<CudaBuf<f32>>,
 }
@@ -212,7 +212,7 @@ impl Workspace {
             hold: false,
             held: None,
             exchange: Some(exchange),
-            due: 0,
+            due: None,
             product: Some(dev.take("activations", class, product)?),
         })
     }

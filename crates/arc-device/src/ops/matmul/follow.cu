@@ -37,6 +37,9 @@ static_assert(kNormed == kLanes / 8 * kSlice);
 // Where a row behind a norm stands: as int8 with scales, as the others sent it, and where there is an index query as f32.
 constexpr uint32_t kSentAt = kNormed / 256 * (272 + 32), kFloatsAt = kSentAt + 4 * kNormed;
 
+// Outputs of the first that there is room for, in front of those of the second, where both are sent to the next kernels.
+constexpr uint32_t kSentFirst = 8192;
+
 // Consecutive groups of a matrix; `Run` of follow.rs.
 struct Run {
     uint64_t base, out;
@@ -56,8 +59,8 @@ struct Follow {
     uint64_t sent;          // what blocks send to one another
     uint64_t infos, rope;   // of an index query: where its row stands, and the angles of positions
     uint64_t heads;         // where its heads are left as keys are stored
-    // Where the last outputs of F16, the heads' weights, are sent for a choice, and its number: that of the one before, two words
-    // in front of how many heads are there. Null: nobody wants to know.
+    // Where the last outputs of F16, the heads' weights, are sent for the choice, and its number: that of the one before, and two
+    // words on how many heads are there. Null: nobody wants to know.
     uint64_t weights, number;
     float eps;
     uint32_t split, row_groups, cols;  // columns of the first
@@ -87,14 +90,11 @@ struct Part {
     uint32_t first, groups;  // its first group, and how many
     uint32_t tiles, half;    // of a group, and whether they are of F16
     uint32_t asked;          // places that the tiles before take
+    uint32_t floats;         // where inputs of F16 stand, from the inputs on
 };
 static_assert(sizeof(Part) == 32 && 16 * kPlaces + 16 + 3 * sizeof(Part) <= kRingAt);
 
-// What blocks send to one another has the number of the launch beside it, written and read as one: who finds the number has
-// the value, and there is no flag to wait for before it.
-__device__ __forceinline__ void send_pair(uint64_t to, float v, uint32_t tag) {
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((uint64_t)tag << 32 | __float_as_uint(v)) : "memory");
-}
+// Three words with the number of the launch beside them, as `send_pair`.
 __device__ __forceinline__ void send_three(uint64_t to, uint32_t x, uint32_t y, uint32_t z, uint32_t tag) {
     asm volatile("{\n.reg .b128 v;\nmov.b128 v, {%1, %2};\nst.relaxed.gpu.global.b128 [%0], v;\n}" ::"l"(to),
                  "l"((uint64_t)y << 32 | x), "l"((uint64_t)tag << 32 | z)
@@ -123,12 +123,17 @@ __device__ __forceinline__ void send_codes(float v, uint64_t to, size_t at, uint
     if (lane < 3) send_three(to + 48 * at + 16 * lane, x, y, lane == 2 ? __float_as_uint(made[0].d) : z, tag);
 }
 
+// Nanoseconds between two looks.
+constexpr uint32_t kPause = 64;
+
 // The row that `send_codes` sends, to shared memory.
 __device__ __forceinline__ void take_codes(uint64_t sent, uint32_t cols, uint32_t tag, uint8_t* to) {
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < cols / 32; i += kThreads) {
         const uint64_t at = sent + 48 * i;
         uint4 a, b, c;
+        // One word of the three, and seldom: what the others send has to get through.
+        while (look(at + 32).w != tag) __nanosleep(kPause);
         do {
             a = look(at), b = look(at + 16), c = look(at + 32);
         } while (a.w != tag || b.w != tag || c.w != tag);
@@ -228,7 +233,7 @@ struct Following {
             volatile Part& own = part(of);
             own.first = first, own.groups = min(each, run.groups - first), own.tiles = run.tiles;
             own.half = of == kFirst ? behind : of == kQuery;
-            own.out = run.out + 32 * first, own.asked = places;
+            own.out = run.out + 32 * first, own.asked = places, own.floats = of == kFirst ? 0 : kFloatsAt;
             places += own.groups * run.tiles << own.half;
         }
     }
@@ -301,10 +306,10 @@ struct Following {
             return;
         }
         const uint32_t warp = threadIdx.x >> 5;
-        // With an index query, what begins behind this kernel begins after everything before it.
-        if (!INDEX) pdl_launch();
+        // Behind a norm the next kernel begins when everything before this one has ended.
+        if (!NORMED) pdl_launch();
         pdl_wait();
-        if (INDEX) pdl_launch();
+        if (NORMED) pdl_launch();
         Marks::mark(words() + 3, 2);
         uint32_t* counts = reinterpret_cast<uint32_t*>(p.counts);
         if (threadIdx.x == 0) words()[0] = __ldcg(counts) + 1;
@@ -337,7 +342,6 @@ struct Following {
             volatile Part& own = part(of);
             const uint32_t tiles = own.tiles, all = own.groups * tiles, scales_at = tiles * 4 * 272;
             float* partials = reinterpret_cast<float*>(inputs + (of == kFirst ? p.first_at : INDEX && of == kQuery ? p.index_at : p.second_at));
-            const float* floats = reinterpret_cast<const float*>(inputs + (of == kFirst ? 0 : kFloatsAt));
             const uint32_t lane = this_thread() & 31;
             // Where there are registers for it.
             const bool floating = NORMED && !INDEX && own.half;
@@ -348,7 +352,7 @@ struct Following {
                 Inputs x;
                 float acc[1] = {0.0f};
                 if (INDEX ? own.half : floating) {
-                    x.f = floats + slice * 260;
+                    x.f = reinterpret_cast<const float*>(inputs + own.floats) + slice * 260;
 #pragma unroll 1
                     for (uint32_t i = (INDEX ? own.asked : before) + 2 * t, end = i + 2; i < end; ++i, x.f += kSlice / 2) {
                         dot_floats<1, F16>(await(i), lane, kSlice / 2, x, acc);
@@ -383,14 +387,17 @@ struct Following {
                 // As `total`.
                 const float* from = partials + o / 8 * tiles * kLanes + o % 8;
                 float sum = 0.0f;
-#pragma unroll NORMED ? 2 : 4
+#pragma unroll NORMED ? 1 : 4
                 for (uint32_t t = 0; t < tiles; ++t, from += kLanes) {
                     const float v[4] = {from[0], from[8], from[16], from[24]};
                     sum = __fadd_rn(__fadd_rn(__fadd_rn(__fadd_rn(sum, v[0]), v[1]), v[2]), v[3]);
                 }
                 // The others first: they wait. Whole warps, each with a block of 32 outputs.
                 if (!NORMED && !second) send_codes(sum, p.sent, (at + o) / 32, tag);
-                if (NORMED && !second && !own.half && at + o < kNormed) send_pair(p.sent + 8 * (at + o), sum, tag);
+                if (NORMED) {
+                    const uint32_t to = second ? kSentFirst + fours_place(at + o) : (own.half ? 8 * p.row_groups : 0) + at + o;
+                    send_pair(p.sent + 8 * to, sum, tag);
+                }
                 if (INDEX && !second && p.weights != 0 && own.half) {
                     const uint32_t first = 8 * p.first[1].groups - p.index.groups / kHeadGroups;
                     if (at + o >= first) send_pair(p.weights + 8 * (at + o - first), sum, words()[2]);
@@ -399,9 +406,8 @@ struct Following {
             }
             if (second) break;
             if (NORMED) {
-                // What the next kernel waits for, which may begin with the outputs of the first product.
-                __syncwarp();
-                if (lane == 0 && 4 * warp < max(n, 1u)) arrive(this_place(p.counts) + 1);
+                // The block has read the number.
+                if (threadIdx.x == 0) arrive_empty(this_place(p.counts) + 1);
                 take_normed<INDEX>(p.sent, tag, p.norm, p.eps, inputs);
                 if (INDEX) copies_landed();
             } else {

@@ -28,10 +28,13 @@ const HEAD_GROUPS: u32 = (INDEX_DIM / GROUP) as u32;
 /// Groups of a block, at most: of the first product, and of the second.
 const MOST_FIRST: u32 = 32;
 const MOST_SECOND: u32 = 64;
-/// Where the exchange has what launches with a norm share, and its bytes: numbers and a row of pairs. In front of it is the
-/// number of launches without.
+/// Outputs of products in front of a norm and behind it that the exchange has room for; the former: the kernel's `kSentFirst`.
+const FIRST_PAIRS: usize = 8192;
+const SECOND_PAIRS: usize = 1 << 16;
+/// Where the exchange has what launches with a norm share, and its bytes: numbers and pairs. In front of it is the number of
+/// launches without.
 const NORMED_AT: u64 = 16;
-const NORMED_BYTES: u64 = 16 + 8 * NORMED as u64;
+const NORMED_BYTES: u64 = 16 + 8 * (FIRST_PAIRS + SECOND_PAIRS) as u64;
 /// What a block leaves of a multiprocessor's shared memory to the small blocks of the kernels after it.
 const LEFT: u32 = 3200;
 const LEFT_TO_CHOICE: u32 = 18 << 10;
@@ -47,8 +50,8 @@ pub(crate) struct Query<'a> {
     pub packed: u64,
     /// Address of the angles of positions.
     pub rope: u64,
-    /// Where the weights of its heads are sent, the last outputs of the matrix beside the first, for a choice that runs beside
-    /// this launch; and the address of the number before that of the choice, two words in front of how many heads are there.
+    /// Where the weights of its heads are sent, the last outputs of the matrix beside the first, for a kernel that begins
+    /// with this one and is told of heads as they arrive; and the address of the number before that of the choice.
     pub weights: Option<(u64, u64)>,
 }
 
@@ -60,6 +63,19 @@ pub(crate) struct Held {
     pub(super) product: Product,
     /// The product that shares its launch, and how many blocks come before those of that one.
     pub(super) beside: Option<(Product, u32)>,
+}
+
+/// What a launch with a norm sends to the next kernels: outputs, each a pair of a value and the number of the launch.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Due {
+    /// Blocks that read the number, and arrive then.
+    pub blocks: u32,
+    /// Address of the number of the launch before, arrivals, departures, and a word for who makes the number known.
+    pub counts: u64,
+    /// Address of the outputs of the first matrix, and behind them of the one beside it.
+    pub first: u64,
+    /// Address of the outputs of the second product.
+    pub second: u64,
 }
 
 /// `Run` of follow.cu.
@@ -187,14 +203,14 @@ impl Cuda {
         }
     }
 
-    /// Drops what was held back by a step that failed.
+    /// Drops what was held back by a step that failed, and what it would have sent.
     pub(crate) fn forget_held(&mut self) {
-        self.matmul.held = None;
+        (self.matmul.held, self.matmul.due) = (None, None);
     }
 
     /// `out = w * norm(x)` of one row, where `x` is the first outputs of the product held back, which was with `low` and,
-    /// beside it, with `pool`: in one launch with it, and with `query` where there is one. Its successor may read their outputs
-    /// before it waits. `false`: nothing was done.
+    /// beside it, with `pool`: in one launch with it, and with `query` where there is one. It sends all outputs to its
+    /// successors ([`Due`]), which begin after everything before it. `false`: nothing was done.
     pub(crate) fn follow_normed(
         &mut self,
         (low, pool): (&CudaMatrix, Option<&CudaMatrix>),
@@ -208,7 +224,9 @@ impl Cuda {
         let due_rows = low.parts.first().map_or(0, |part| part.rows);
         let here = held.product.out == x.ptr() && held.product.segs[0].base == low.parts[0].at;
         let runs = run(low, Format::Q8_0).zip(run(w, Format::Q8_0));
-        let Some((mut first, mut second)) = runs.filter(|_| here && w.cols == NORMED && due_rows == NORMED) else {
+        let room = low.rows + pool.map_or(0, |pool| pool.rows) <= FIRST_PAIRS && w.rows <= SECOND_PAIRS;
+        let Some((mut first, mut second)) = runs.filter(|_| here && w.cols == NORMED && due_rows == NORMED && room)
+        else {
             return Ok(false);
         };
         let beside = match (pool, &held.beside) {
@@ -274,12 +292,8 @@ impl Cuda {
         if shared > MAX_SHARED - if query.is_some() { LEFT_TO_CHOICE } else { LEFT } {
             return Ok(false);
         }
-        // A warp arrives with four groups, and one of every block in any case.
-        let arrivals = (0..blocks).map(|block| {
-            let (run, at) = if block < split { (&args.first[0], block) } else { (&args.first[1], block - split) };
-            run.groups.saturating_sub(at * run.each).min(run.each).div_ceil(4).max(1)
-        });
-        self.matmul.due = arrivals.sum();
+        self.matmul.due =
+            Some(Due { blocks, counts: args.counts, first: args.sent, second: args.sent + 8 * FIRST_PAIRS as u64 });
         self.matmul.held = None;
         self.counters.weight_bytes += (w.bytes() + query.map_or(0, |query| query.w.bytes())) as u64;
         let kernel = match query {
@@ -365,15 +379,6 @@ impl Workspace {
     /// Words of the exchange, for products of so many columns.
     pub(super) fn exchange_words(cols: usize) -> usize {
         (NORMED_AT + NORMED_BYTES) as usize / 4 + cols.div_ceil(32) * 12
-    }
-
-    /// Arrivals that tell of the outputs of the last first product behind a norm, and where they are counted; 0 where it
-    /// has ended.
-    pub(crate) fn take_due(&mut self) -> (u32, u64) {
-        match std::mem::take(&mut self.due) {
-            0 => (0, 0),
-            due => (due, self.exchange(NORMED_AT)),
-        }
     }
 }
 
