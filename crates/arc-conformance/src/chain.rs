@@ -154,11 +154,22 @@ const RANK: usize = 1024;
 const HEADS: LatentConfig =
     LatentConfig { heads: 32, dim: 64, window: 32, groups: 2, group_out: 512, scale: 0.125, eps: 1e-6 };
 
+/// Positions of a sequence; the row's completes a compressed row, and sees more rows than a split of the attention has.
+const CONTEXT: usize = 256;
+const AT: Run = Run { pos: 203, rows: 1, live: true };
+/// A compressor whose values and gates are a pool of two parts of so many groups of rows.
+const POOLED: Compressor = Compressor { ratio: 4, overlap: 2, dim: HEADS.dim };
+const POOLED_GROUPS: usize = 16;
+
 /// What the stages of attention leave.
 struct Attention {
     low: Vec<f32>,
     pool: Vec<f32>,
     q: Vec<f32>,
+    kv: Vec<f32>,
+    /// Rings and compressed rows.
+    ring: Vec<f32>,
+    stored: [Vec<u8>; 2],
     grouped: Vec<f32>,
     y: Vec<f32>,
     /// `grouped` and `y` again, from steps that have one stage each.
@@ -167,14 +178,24 @@ struct Attention {
 
 /// Products of one row that share a launch: those behind the site with the queries', and the output projections.
 fn followed(suite: &mut Suite) {
-    for pool in [None, Some(1), Some(9)] {
+    for pool in [None, Some(1), Some(9), Some(POOLED_GROUPS)] {
         let name = pool.map_or("none".to_owned(), |groups: usize| format!("2 x {}", 8 * groups));
         suite.case(&format!("chain/one row through attention/pool {name}"), |suite| {
-            let mut pair = suite.pair(limits(1, 32));
-            let want = attend(&mut pair.cpu, pool, HEADS).map_err(|error| error.to_string())?;
-            let got = attend(&mut pair.gpu, pool, HEADS).map_err(|error| error.to_string())?;
+            let mut pair = suite.pair(limits(1, CONTEXT));
+            let want = attend(&mut pair.cpu, pool, HEADS, true).map_err(|error| error.to_string())?;
+            let got = attend(&mut pair.gpu, pool, HEADS, true).map_err(|error| error.to_string())?;
+            // Nothing is sent from launch to launch.
+            let mut other = suite.pair(limits(1, CONTEXT));
+            let apart = attend(&mut other.gpu, pool, HEADS, false).map_err(|error| error.to_string())?;
             all([
                 equal_or_nan(&want.low, &got.low),
+                equal_or_nan(&want.kv, &got.kv),
+                equal_or_nan(&apart.pool, &got.pool),
+                equal_or_nan(&apart.ring, &got.ring),
+                equal(&apart.stored[0], &got.stored[0]),
+                equal(&apart.stored[1], &got.stored[1]),
+                equal_or_nan(&apart.grouped, &got.grouped),
+                equal_or_nan(&apart.y, &got.y),
                 if pool.is_some() { within(&want.pool, &got.pool, 1e-4, 1e-4) } else { Ok(String::new()) },
                 equal_or_nan(&want.q, &got.q),
                 equal_or_nan(&got.alone[0], &got.grouped),
@@ -183,17 +204,17 @@ fn followed(suite: &mut Suite) {
             ])
         });
         suite.mutant(&format!("chain/one row behind another norm/pool {name}"), |suite| {
-            let mut pair = suite.pair(limits(1, 32));
-            let want =
-                attend(&mut pair.cpu, pool, LatentConfig { eps: EPS, ..HEADS }).map_err(|error| error.to_string())?;
-            let got = attend(&mut pair.gpu, pool, HEADS).map_err(|error| error.to_string())?;
+            let mut pair = suite.pair(limits(1, CONTEXT));
+            let other = LatentConfig { eps: EPS, ..HEADS };
+            let want = attend(&mut pair.cpu, pool, other, true).map_err(|error| error.to_string())?;
+            let got = attend(&mut pair.gpu, pool, HEADS, true).map_err(|error| error.to_string())?;
             equal_or_nan(&want.q, &got.q)
         });
         suite.mutant(&format!("chain/one row's outputs of other heads/pool {name}"), |suite| {
-            let mut pair = suite.pair(limits(1, 32));
-            let want =
-                attend(&mut pair.cpu, pool, LatentConfig { scale: 4.0, ..HEADS }).map_err(|error| error.to_string())?;
-            let got = attend(&mut pair.gpu, pool, HEADS).map_err(|error| error.to_string())?;
+            let mut pair = suite.pair(limits(1, CONTEXT));
+            let other = LatentConfig { scale: 4.0, ..HEADS };
+            let want = attend(&mut pair.cpu, pool, other, true).map_err(|error| error.to_string())?;
+            let got = attend(&mut pair.gpu, pool, HEADS, true).map_err(|error| error.to_string())?;
             within(&want.y, &got.y, 2e-2, 2e-2)
         });
     }
@@ -210,17 +231,19 @@ fn stacked<D: Alloc>(dev: &mut D, rows: [usize; 2], cols: usize) -> DeviceResult
     dev.matrix("test", &[source(rows[0], 0), source(rows[1], rows[0])])
 }
 
+/// `together`: the stages up to the rows of attention are one step, otherwise two.
 fn attend<D: OpsV4 + Alloc + Landing + Readback + Steps>(
     dev: &mut D,
     pool: Option<usize>,
     attention: LatentConfig,
+    together: bool,
 ) -> DeviceResult<Attention> {
     let mut rng = Rng(53);
     let class = MemoryClass::Workspace;
     let site = site(dev, &mut rng)?;
     let weight = dev.vector("norm", &rng.values(DIM, 1.0))?;
-    let one = |dev: &mut D| dev.vector("one", &[1.0]);
     let (low_rows, pool_rows) = (RANK + HEADS.dim, pool.map_or(1, |groups| 8 * groups));
+    let compressor = (pool == Some(POOLED_GROUPS)).then_some(POOLED);
     let w = LatentWeights {
         low: stacked(dev, [RANK, HEADS.dim], DIM)?,
         q_norm: dev.vector("q_norm", &rng.values(RANK, 1.0))?,
@@ -231,18 +254,21 @@ fn attend<D: OpsV4 + Alloc + Landing + Readback + Steps>(
             None => None,
             Some(_) => Some(PoolWeights {
                 matrix: matrix(dev, Format::F16, 2, pool_rows, DIM)?,
-                rows: CompressorWeights { bias: one(dev)?, norm: one(dev)? },
+                rows: CompressorWeights {
+                    bias: dev.vector("bias", &rng.values(POOLED.ratio * POOLED.width(), 1.0))?,
+                    norm: dev.vector("norm", &rng.values(POOLED.dim, 1.0))?,
+                },
                 index: None,
             }),
         },
         out_a: matrix(dev, Format::Q8_0, 2, HEADS.group_out, HEADS.q_dim() / 2)?,
         out_b: matrix(dev, Format::Q8_0, 1, DIM, 2 * HEADS.group_out)?,
     };
-    let rope_table = dev.vector("rope", &rng.values(32 * 64, 1.0))?;
+    let rope_table = dev.vector("rope", &rng.values(CONTEXT * 64, 1.0))?;
     let layer = LatentLayer {
         attention,
         q_rank: RANK,
-        rows: None,
+        rows: compressor,
         index: None,
         row_format: RowFormat::Fp8,
         key_format: RowFormat::Fp4,
@@ -260,27 +286,56 @@ fn attend<D: OpsV4 + Alloc + Landing + Readback + Steps>(
         out: floats(dev, HEADS.q_dim())?,
         grouped: floats(dev, 2 * HEADS.group_out)?,
     };
-    let row_bytes = RowFormat::Fp8.row_bytes(HEADS.dim);
-    let window = dev.alloc::<u8>("test", MemoryClass::State, HEADS.ring() * row_bytes)?;
-    let mut state = LatentState { window, rows: None, keys: None };
+    let kept = |dev: &mut D, rng: &mut Rng, rows: usize| {
+        let bytes = stored(rng, RowFormat::Fp8, HEADS.dim, rows);
+        let mut buf = dev.alloc::<u8>("test", MemoryClass::State, bytes.len())?;
+        dev.write(&mut buf, &bytes)?;
+        DeviceResult::Ok(buf)
+    };
+    let window = kept(dev, &mut rng, HEADS.ring())?;
+    let (ring_len, n_stored) = (POOLED.ring_elements(1), CONTEXT / POOLED.ratio);
+    let rows = match compressor {
+        None => None,
+        Some(_) => {
+            let mut ring = dev.alloc::<f32>("test", MemoryClass::State, ring_len)?;
+            dev.write(&mut ring, &rng.values(ring_len, 1.0))?;
+            Some(PoolState { ring, rows: kept(dev, &mut rng, n_stored)? })
+        }
+    };
+    let mut state = LatentState { window, rows, keys: None };
     let (mut y, mut streams) = output_and_streams(dev, &mut rng, 1)?;
     let mut h = floats(dev, DIM)?;
     dev.finish(&ModelShape { vocab: 64, hidden: DIM, post_norms: false, gathered: STREAMS * DIM })?;
-    dev.stage(&table(1))?;
+    dev.stage(&delta(&[AT], CONTEXT))?;
     dev.set_replay(false);
     let cfg = HcConfig { dim: DIM, iterations: 20, eps: 1e-6, norm_eps: 1e-6 };
     dev.step(stage_key(1), &mut |dev| {
         let norm = Norm { weight: &weight, eps: EPS };
         dev.hc_site(&mut h, &mut streams, Incoming::Output(&y), &site, &cfg, norm, 1)?;
         dev.attn_in(&mut ws, &h, &w, &layer, 1)?;
-        dev.attn_q_kv(&mut ws, &mut state, &w, &layer, false, 1)
+        if together { dev.attn_q_kv(&mut ws, &mut state, &w, &layer, false, 1) } else { Ok(()) }
     })?;
+    if !together {
+        dev.step(stage_key(1), &mut |dev| dev.attn_q_kv(&mut ws, &mut state, &w, &layer, false, 1))?;
+    }
     let read = |dev: &mut D, buf: &D::Buf<f32>, len| {
         let mut values = vec![0.0; len];
         dev.read(buf, &mut values)?;
         DeviceResult::Ok(values)
     };
     let (low, q) = (read(dev, &ws.low, low_rows)?, read(dev, &ws.q, HEADS.q_dim())?);
+    let kv = read(dev, &ws.kv, HEADS.dim)?;
+    let read_rows = |dev: &mut D, buf: &D::Buf<u8>, rows: usize| {
+        let mut bytes = vec![0; rows * RowFormat::Fp8.row_bytes(HEADS.dim)];
+        dev.read(buf, &mut bytes)?;
+        DeviceResult::Ok(bytes)
+    };
+    let mut left_rows = [read_rows(dev, &state.window, HEADS.ring())?, Vec::new()];
+    let mut ring = Vec::new();
+    if let Some(rows) = &state.rows {
+        ring = read(dev, &rows.ring, ring_len)?;
+        left_rows[1] = read_rows(dev, &rows.rows, n_stored)?;
+    }
     let pooled = if pool.is_some() { read(dev, &ws.pool, 2 * pool_rows)? } else { Vec::new() };
     dev.step(stage_key(1), &mut |dev| {
         dev.attn_latent(&mut ws, &mut state, &w, &layer, false, 1)?;
@@ -297,7 +352,8 @@ fn attend<D: OpsV4 + Alloc + Landing + Readback + Steps>(
     dev.write(&mut y, &vec![f32::NAN; DIM])?;
     dev.step(stage_key(1), &mut |dev| dev.attn_out_b(&mut y, &ws, &w, &layer, 1))?;
     let [grouped, y_left] = left;
-    Ok(Attention { low, pool: pooled, q, grouped, y: y_left, alone: [grouped_alone, read(dev, &y, DIM)?] })
+    let alone = [grouped_alone, read(dev, &y, DIM)?];
+    Ok(Attention { low, pool: pooled, q, kv, ring, stored: left_rows, grouped, y: y_left, alone })
 }
 
 /// One row that chooses among keys.
@@ -320,7 +376,7 @@ struct Chosen {
 }
 
 /// Positions that a choice has room for.
-const CONTEXT: usize = 4096;
+const ROOM: usize = 4096;
 const KEYS: Compressor = Compressor { ratio: 4, overlap: 2, dim: 128 };
 
 /// An index query that shares its launch with the products before and behind it, and a choice beside them, against steps of
@@ -329,7 +385,7 @@ fn chosen(suite: &mut Suite) {
     let at = |pos, top| Choice { pos, top, alike: false, eps: 1e-6 };
     let same = |suite: &Suite, [alone, together]: [Choice; 2], mutant| -> Verdict {
         let run = |choice, together, mutant| {
-            let mut gpu = suite.gpu(limits(1, CONTEXT)).map_err(|error| error.to_string())?;
+            let mut gpu = suite.gpu(limits(1, ROOM)).map_err(|error| error.to_string())?;
             gpu.set_mutant(mutant);
             choose(&mut gpu, choice, together).map_err(|error| error.to_string())
         };
@@ -371,7 +427,7 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
         let bias = dev.vector("bias", &rng.values(shape.ratio * shape.width(), 1.0))?;
         DeviceResult::Ok(CompressorWeights { bias, norm: dev.vector("norm", &rng.values(shape.dim, 1.0))? })
     };
-    let rope_table = dev.vector("rope", &rng.values(CONTEXT * 64, 1.0))?;
+    let rope_table = dev.vector("rope", &rng.values(ROOM * 64, 1.0))?;
     let layer = LatentLayer {
         attention,
         q_rank: RANK,
@@ -416,7 +472,7 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
     let pool_state = |dev: &mut Cuda, rng: &mut Rng, shape: Compressor, format: RowFormat| {
         let mut ring = floats(dev, shape.ring_elements(1))?;
         dev.write(&mut ring, &rng.values(shape.ring_elements(1), 1.0))?;
-        let mut rows = stored(rng, format, shape.dim, CONTEXT / shape.ratio);
+        let mut rows = stored(rng, format, shape.dim, ROOM / shape.ratio);
         if choice.alike && format == RowFormat::Fp4 {
             let one = format.row_bytes(shape.dim);
             (one..rows.len()).for_each(|i| rows[i] = rows[i % one]);
@@ -431,7 +487,7 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
     let (y, mut streams) = output_and_streams(dev, &mut rng, 1)?;
     let mut h = floats(dev, DIM)?;
     dev.finish(&ModelShape { vocab: 64, hidden: DIM, post_norms: false, gathered: STREAMS * DIM })?;
-    dev.stage(&delta(&[Run { pos: choice.pos, rows: 1, live: true }], CONTEXT))?;
+    dev.stage(&delta(&[Run { pos: choice.pos, rows: 1, live: true }], ROOM))?;
     dev.set_replay(false);
     let cfg = HcConfig { dim: DIM, iterations: 20, eps: 1e-6, norm_eps: 1e-6 };
     let mut left = Vec::new();
