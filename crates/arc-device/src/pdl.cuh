@@ -27,16 +27,17 @@ __device__ __forceinline__ void trace_begin() {
 }
 
 // Whose times they are: the order of KINDS in cuda/trace.rs. `detail` tells launches of a kernel apart, 12 bits: slices of a
-// product; of two products, whether a norm is between them (1) and whether the block has F16 first (2).
-enum MarkKind : unsigned { kMarkProduct, kMarkFollow, kMarkUp, kMarkUpAll, kMarkDown, kMarkSite, kMarkRouter, kMarkChooser, kMarkAttend, kMarkRows, kMarkChoose };
+// product; of two products, whether a norm is between them (1) and whether the block has F16 first (2); of one row's experts,
+// which warps: those that multiply, that which brings weights (1), that which sends units (2), those that take them (3).
+enum MarkKind : unsigned { kMarkProduct, kMarkFollow, kMarkUp, kMarkExperts, kMarkDown, kMarkSite, kMarkRouter, kMarkChooser, kMarkAttend, kMarkRows, kMarkChoose };
 
-// Times inside a block: thread 0 takes a place when the block begins (mark 1), and leaves a time at every mark. 2: the wait is
-// over; 3 and further: inputs are there, then what the kernel has in order.
+// Times inside a block: one thread takes a place when the block begins (mark 1), and leaves a time at every mark. 2: the wait
+// is over; 3 and further: inputs are there, then what the kernel has in order.
 struct Marks {
 #ifdef ARC_TRACE
     unsigned at = ~0u;  // word of `arc_marks`: one register
-    __device__ __forceinline__ explicit Marks(MarkKind kind, unsigned detail = 0) {
-        if (arc_marks == 0 || threadIdx.x != 0) return;
+    __device__ __forceinline__ explicit Marks(MarkKind kind, unsigned detail = 0, unsigned thread = 0) {
+        if (arc_marks == 0 || threadIdx.x != thread) return;
         unsigned* head = reinterpret_cast<unsigned*>(arc_marks);
         const unsigned place = atomicAdd(head, 1u) % head[1];
         at = 8 * (1 + place);
@@ -62,7 +63,7 @@ struct Marks {
 private:
     __device__ __forceinline__ explicit Marks(unsigned at) : at(at) {}
 #else
-    __device__ __forceinline__ explicit Marks(MarkKind, unsigned = 0) {}
+    __device__ __forceinline__ explicit Marks(MarkKind, unsigned = 0, unsigned = 0) {}
     __device__ __forceinline__ void mark(int) const {}
     __device__ __forceinline__ void keep(volatile unsigned*) const {}
     static __device__ __forceinline__ void mark(const volatile unsigned*, int) {}

@@ -192,7 +192,7 @@ const KINDS: [&str; 11] = [
     "product over few rows",
     "two products",
     "experts' units",
-    "one row's units",
+    "one row's experts",
     "experts' sums",
     "site",
     "router",

@@ -6,6 +6,7 @@
 //! What happens to an output on its way to memory is [`Then`].
 
 mod experts;
+mod experts_row;
 mod follow;
 mod inputs;
 mod matrix;
@@ -17,6 +18,7 @@ use crate::format::{Coding, Format};
 use crate::ops::glu::Activation;
 use crate::{MemoryClass, ModelShape, Norm};
 pub(crate) use experts::Units;
+pub(crate) use experts_row::{AllExperts, HeldUnits};
 pub(crate) use follow::{Due, Held, Query};
 pub(crate) use inputs::{Codes, Reads, Source, makes_inputs};
 use inputs::{Given, InputBuffers, Ready};
@@ -174,6 +176,8 @@ pub(crate) struct Workspace {
     hold: bool,
     /// A product that the next one may share a launch with.
     held: Option<Held>,
+    /// Gated units that their sum may share a launch with.
+    held_units: Option<HeldUnits>,
     /// What blocks of one launch tell one another.
     exchange: Option<CudaBuf<u32>>,
     /// What the last launch sends to the next kernel.
@@ -211,6 +215,7 @@ impl Workspace {
             late: false,
             hold: false,
             held: None,
+            held_units: None,
             exchange: Some(exchange),
             due: None,
             product: Some(dev.take("activations", class, product)?),

@@ -4,8 +4,7 @@
 // experts_down   the sum over a row's experts, ascending, by blocks that have the same outputs of all of them; of one
 //                row, with the shared expert's, whose second matrix is Q8_0
 //
-// experts_up_all units of one row, those of the shared expert too: its weights, which depend on nothing, come while the gate
-//                chooses, and the routed ones take their place
+// All of it of one row, the shared expert's units too, in one launch: experts_row.cu.
 //
 // A unit of work is 32 outputs. What the gate chose is read, and weights are asked for, before the wait: a kernel between
 // the gate and these lets its next one begin behind its own wait (`Product::late`; `experts_up` does too), so that the
@@ -21,15 +20,14 @@ struct Experts {
     Cut cut;             // of the routed experts' matrices
     uint32_t outputs;    // rows of such a matrix: of gate and up each
     uint64_t base, part_bytes, up_at;  // the first expert's matrix; from one to the next; from a gate to its up
-    uint64_t shared;                   // the shared expert's, Q8_0: its gate, or its second; null: it is somebody else's
-    uint64_t shared_up_at;             // from the shared expert's gate to its up
+    uint64_t shared;                   // down: the shared expert's, Q8_0; null: it is somebody else's
     uint64_t order, bounds, ids, weights, infos;
     uint64_t q, d, sums;               // inputs: of rows, or of assignments
     uint64_t x;                        // down: the shared expert's units, [rows, cols] f32
     uint64_t mid;                      // up: units in the order of `order`, f32
     uint64_t mid_q, mid_d, mid_sums;   // up: the same as int8 inputs, by assignment; or null
     uint64_t mid_floats;               // up: the same as f32, by assignment; or null
-    uint64_t out;                      // down: [rows, outputs]; up: the shared expert's units
+    uint64_t out;                      // down: [rows, outputs]
     uint32_t rows, chosen, experts;
     float limit;
     uint32_t unit_groups;              // groups of a unit
@@ -39,11 +37,9 @@ struct Experts {
     uint32_t shared_each;              // tiles of the shared expert that a warp takes, of a step
     // Where the parts of a block's shared memory begin. Barriers stand at 0.
     uint32_t table_at, q_at, d_at, sums_at, sums_of_at, partials_at, shared_ring_at, ring_at;
-    // Of one row's units, together with the shared expert's: its groups that a block takes, and bytes of a warp's tiles.
-    uint32_t shared_groups, warp_bytes;
     uint32_t pad;
 };
-static_assert(sizeof(Experts) == 264);
+static_assert(sizeof(Experts) == 248);
 
 // What a lane's slices of a gate and an up tile make of one row, which is read once for both. COPIES: of the patterns.
 template <uint32_t F, uint32_t COPIES>
@@ -231,93 +227,6 @@ struct ExpertsOf {
         marks.mark(6);
     }
 
-    // Units of one row's experts, and of the shared one. Its tiles stand where the routed ones come later.
-    __device__ void up_all() {
-        const Marks marks(kMarkUpAll);
-        const uint32_t per_unit = p.unit_groups * tiles, units_of = p.outputs / 32, first = blockIdx.x * p.each;
-        uint8_t* own = smem + p.ring_at + (size_t)warp * p.warp_bytes;
-        uint64_t* shared_bars = bars + p.stages;
-        // The shared expert's: gate and up of a group, tile after tile. Asked for by a lane each.
-        const uint32_t first_group = blockIdx.x * p.shared_groups, groups = p.outputs / wide;
-        const uint32_t shared_end = min(p.shared_groups, groups - min(first_group, groups)) * 2 * tiles;
-        const uint32_t mine = warp + lane * warps;
-        if (lane < p.shared_each && mine < shared_end) {
-            const uint32_t in_pair = mine % (2 * tiles), up = in_pair >= tiles;
-            const uint64_t from = shared_tile(p.shared + up * p.shared_up_at, first_group + mine / (2 * tiles), in_pair - up * tiles);
-            bulk_load(own + lane * shared_bytes(), reinterpret_cast<const uint8_t*>(from), shared_bytes(), shared_bars + lane);
-        }
-        copy_patterns(at<uint32_t>(p.table_at), blockDim.x);
-        // What a lane asks for later: the warp's lane-th pair of tiles, of the expert that stands there.
-        const uint32_t most = p.chosen * units_of, len = tile_bytes(F, kSlice);
-        uint32_t end = (min(first + p.each, most) - min(first, most)) * per_unit;
-        const uint32_t unit_asked = first + mine / per_unit, expert_asked = min(unit_asked / units_of, p.chosen - 1);
-        const uint32_t group_asked = (unit_asked - expert_asked * units_of) * p.unit_groups + mine % per_unit / tiles;
-        const uint8_t* asked = reinterpret_cast<const uint8_t*>(p.base) + (size_t)group_asked * p.cut.group_bytes(F) + p.cut.tile_at(F, mine % tiles);
-        // Of the unit, 32 outputs, that this warp will finish.
-        const bool routed = warp < p.each;
-        const uint32_t unit = first + warp, i = min(unit / units_of, p.chosen - 1);
-        pdl_wait();
-        marks.mark(2);
-        pdl_launch();
-        if (!live(0)) end = 0;
-        asked += (uint64_t)word_of(p.ids, expert_asked) * p.part_bytes;
-        stage(0, 0, threadIdx.x, blockDim.x);
-        copies_landed();
-        __syncthreads();
-        marks.mark(3);
-        float* shared_sums = at<float>(p.partials_at);
-#pragma unroll 1
-        for (uint32_t k = 0, j = warp; j < shared_end; ++k, j += warps) {
-            barrier_wait(shared_bars + k, 0);
-            dot_tile<1, Q8_0>(p.cut, own + k * shared_bytes(), j % tiles, staged(0), shared_sums + j * kLanes + lane);
-        }
-        __syncwarp();
-        marks.mark(4);
-        auto ask_for = [&](uint32_t k, uint32_t place) {
-            if (lane != k || mine >= end) return;
-            uint8_t* to = own + place * p.stage_bytes;
-            expect(bars + place, 2 * len);
-            bulk_copy(to, asked, len, bars + place);
-            bulk_copy(to + len, asked + p.up_at, len, bars + place);
-        };
-        ask_for(lane < p.stages ? lane : kLanes, lane);
-        const float weight = routed ? __ldcg(reinterpret_cast<const float*>(p.weights) + i) : 0.0f;
-        float* sums = shared_sums + p.shared_groups * 2 * tiles * kLanes;
-        uint32_t place = 0, parity = 0;
-#pragma unroll 1
-        for (uint32_t k = 0, j = warp; j < end; ++k, j += warps) {
-            barrier_wait(bars + place, parity);
-            const uint8_t* pair = own + place * p.stage_bytes;
-            const float2 both = dot_pair<F, kLanes>(p.cut, pair, pair + len, j % tiles, staged(0));
-            __syncwarp();
-            ask_for(k + p.stages, place);
-            place = place + 1 == p.stages ? 0 : place + 1;
-            if (place == 0) parity ^= 1;
-            float* to = sums + 2 * j * kLanes + lane;
-            to[0] = both.x, to[kLanes] = both.y;
-            if (k == 0) marks.mark(5);
-        }
-        __syncthreads();
-        marks.mark(6);
-        // A warp finishes a unit, one more what there is of the shared expert's.
-        const uint32_t in_unit = lane / wide * tiles;
-        if (routed ? warp * per_unit >= end : warp != p.each || 2 * in_unit >= shared_end) return;
-        const float* from = routed ? sums + 2 * (warp * per_unit + in_unit) * kLanes : shared_sums + 2 * in_unit * kLanes;
-        const uint32_t step = routed ? 2 * kLanes : kLanes, to_up = routed ? kLanes : tiles * kLanes;
-        const float gate = total(p.cut, from, tiles, step, lane % wide), high = total(p.cut, from + to_up, tiles, step, lane % wide);
-        float v = gated(kThenClampedSilu, gate, high, p.limit);
-        if (!routed) {
-            reinterpret_cast<float*>(p.out)[first_group * wide + lane] = v;
-            return;
-        }
-        v = __fmul_rn(v, weight);
-        const uint32_t column = (unit - i * units_of) * 32 + lane;
-        reinterpret_cast<float*>(p.mid)[(size_t)i * p.outputs + column] = v;
-        if (p.mid_floats != 0) reinterpret_cast<float*>(p.mid_floats)[(size_t)i * p.outputs + column] = v;
-        if (p.mid_q != 0) leave_codes(v, p.mid_q, p.mid_d, p.mid_sums, ((size_t)i * p.outputs + column) / 32);
-        marks.mark(7);
-    }
-
     __device__ void down() {
         const Marks marks(kMarkDown);
         const uint32_t of_expert = p.unit_groups * tiles, n_tiles = p.chosen * of_expert;
@@ -461,12 +370,6 @@ struct ExpertsOf {
     extern "C" __global__ void __launch_bounds__(512, 1) arc_matmul_experts_down_##NAME(const __grid_constant__ arc::Experts p) { \
         extern __shared__ __align__(128) uint8_t smem[];                                                                 \
         arc::ExpertsOf<FORMAT>(p, smem).down();                                                                          \
-    }
-// So few registers that a block of the gate and one of these can be there together.
-#define ARC_EXPERTS_ALL(NAME, FORMAT)                                                                                   \
-    extern "C" __global__ void __maxnreg__(88) arc_matmul_experts_up_all_##NAME(const __grid_constant__ arc::Experts p) { \
-        extern __shared__ __align__(128) uint8_t smem[];                                                                 \
-        arc::ExpertsOf<FORMAT>(p, smem).up_all();                                                                        \
     }
 
 }  // namespace arc

@@ -4,4 +4,3 @@
 ARC_EXPERTS(q2_k, arc::Q2_K)
 ARC_EXPERTS(iq2_xxs, arc::IQ2_XXS)
 ARC_EXPERTS(mxfp4, arc::MXFP4)
-ARC_EXPERTS_ALL(iq2_xxs, arc::IQ2_XXS)

@@ -12,7 +12,7 @@
 // Registers and shared memory leave room for a block of the kernel before and of the one behind: those of hc.cu, rows.cu.
 #include "../../sum.cuh"
 #include "../latent/latent.cuh"
-#include "tiles.cuh"
+#include "exchange.cuh"
 
 namespace arc {
 
@@ -93,35 +93,6 @@ struct Part {
     uint32_t floats;         // where inputs of F16 stand, from the inputs on
 };
 static_assert(sizeof(Part) == 32 && 16 * kPlaces + 16 + 3 * sizeof(Part) <= kRingAt);
-
-// Three words with the number of the launch beside them, as `send_pair`.
-__device__ __forceinline__ void send_three(uint64_t to, uint32_t x, uint32_t y, uint32_t z, uint32_t tag) {
-    asm volatile("{\n.reg .b128 v;\nmov.b128 v, {%1, %2};\nst.relaxed.gpu.global.b128 [%0], v;\n}" ::"l"(to),
-                 "l"((uint64_t)y << 32 | x), "l"((uint64_t)tag << 32 | z)
-                 : "memory");
-}
-// Three words, once their number is there.
-__device__ __forceinline__ uint4 look(uint64_t at) {
-    uint64_t low, high;
-    asm volatile("{\n.reg .b128 v;\nld.relaxed.gpu.global.b128 v, [%2];\nmov.b128 {%0, %1}, v;\n}"
-                 : "=l"(low), "=l"(high)
-                 : "l"(at)
-                 : "memory");
-    return make_uint4((uint32_t)low, (uint32_t)(low >> 32), (uint32_t)high, (uint32_t)(high >> 32));
-}
-
-// 32 values, one a lane, as int8 to all blocks: block `at` of the row. Words of codes, then the scale.
-__device__ __forceinline__ void send_codes(float v, uint64_t to, size_t at, uint32_t tag) {
-    const uint32_t lane = threadIdx.x & 31, l = min(lane, 2u);
-    float four[1][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) four[0][i] = __shfl_sync(~0u, v, 4 * (lane & 7) + i);
-    Quantised made[1];
-    quantise(four, made);
-    const uint32_t x = __shfl_sync(~0u, made[0].q, 3 * l), y = __shfl_sync(~0u, made[0].q, 3 * l + 1);
-    const uint32_t z = __shfl_sync(~0u, made[0].q, 3 * l + 2);
-    if (lane < 3) send_three(to + 48 * at + 16 * lane, x, y, lane == 2 ? __float_as_uint(made[0].d) : z, tag);
-}
 
 // Nanoseconds between two looks.
 constexpr uint32_t kPause = 64;

@@ -2,7 +2,7 @@
 
 use crate::cuda::{Cuda, CudaBuf};
 use crate::error::Result;
-use crate::ops::matmul::cuda::{Assigned, Out, Source, Then, Units};
+use crate::ops::matmul::cuda::{AllExperts, Assigned, Out, Source, Then, Units};
 use crate::ops::router;
 use crate::ops_v4::{ExpertConfig, ExpertWeights, ExpertWork};
 use crate::{MemoryClass, ModelShape};
@@ -39,7 +39,7 @@ pub(crate) fn ffn_in(
     assert!(ws.shared.len() >= rows * cfg.ffn, "units of {rows} rows");
     dev.counters.weight_bytes += 4 * w.gate.len() as u64;
     let from = Source::of(h, cfg.hidden).rounded(cfg.inputs);
-    let along = dev.takes_shared(&w.up, &w.shared_up, from, &assigned(ws, cfg, rows))?;
+    let along = dev.takes_all(&all(w), from, &assigned(ws, cfg, rows))?;
     dev.moe.due = along.then_some(ws.shared.ptr());
     router::cuda::choose(dev, ws, h, w, cfg, rows)?;
     if along {
@@ -68,11 +68,12 @@ pub(crate) fn up(
         by_assignment: products(dev, cfg, rows),
         down: &w.down,
         next: Source::of(&ws.mid, cfg.ffn).rounded(cfg.inputs),
-        shared: due.map(|at| (&w.shared_up, at)),
+        all: due.map(|at| (all(w), at)),
     };
     if dev.experts_up(&w.up, from, &units, &to)? {
         return Ok(());
     }
+    assert!(due.is_none(), "the shared expert's units are nobody's");
     let out = Out { at: ws.mid.ptr(), stride: cfg.ffn, then: Then::ClampedSilu { limit: cfg.limit } };
     dev.prepare_for(&w.up, from, rows)?;
     dev.product_experts(&w.up, out, &Assigned { by_row: true, by_place: false, ..to })
@@ -111,6 +112,10 @@ pub(crate) fn down(
         Out { at: out.ptr(), stride: hidden, then: Then::Routed { products, chosen } },
         rows,
     )
+}
+
+fn all(w: &ExpertWeights<Cuda>) -> AllExperts<'_> {
+    AllExperts { up: &w.up, down: &w.down, shared_up: &w.shared_up, shared_down: &w.shared_down }
 }
 
 /// Room for what every assignment adds to its row.

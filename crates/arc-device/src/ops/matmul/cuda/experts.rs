@@ -1,9 +1,10 @@
 //! Routed experts over few rows: the Rust side of `experts.cuh`.
 
+use super::experts_row::{AllExperts, HeldUnits};
 use super::inputs::Source;
 use super::matrix::CudaMatrix;
 use super::plan::{Cut, MAX_SHARED, Places, Shape, tile_bytes};
-use super::{Assigned, FEW_ROWS};
+use super::{Assigned, FEW_ROWS, Out, Then};
 use crate::cuda::{Arg, Cuda, Grid, Kernel, kernel};
 use crate::error::Result;
 use crate::format::Format;
@@ -31,14 +32,6 @@ const EXPERTS: [Option<[Kernel; 2]>; 16] = [
     None,
 ];
 
-/// Kernels of one row's gated units with those of the shared expert.
-#[rustfmt::skip]
-const ALL: [Option<Kernel>; 16] = [
-    None, None, None, None, None, None, None, None, None, None, None, None, None,
-    Some(kernel!("arc_matmul_experts_up_all_iq2_xxs")),
-    None, None,
-];
-
 /// Warps of a block: fewer where the tiles of more have no room.
 const WARPS: [u32; 2] = [16, 8];
 /// Outputs of a unit.
@@ -46,8 +39,6 @@ const UNIT: u32 = 32;
 /// Shared memory of a block of gated units, unless it needs more: half of what there is, so that such a block and its
 /// weights can be there while the kernel before it runs. Measured.
 const UP_SHARED: u32 = 113 << 10;
-/// Shared memory of a block of all gated units of a row: what a block of the gate leaves.
-const ALL_SHARED: u32 = 214 << 10;
 /// Tiles of a step whose partial sums a block keeps.
 const STEP_TILES: u32 = 96;
 
@@ -61,7 +52,6 @@ pub(crate) struct Experts {
     pub part_bytes: u64,
     pub up_at: u64,
     pub shared: u64,
-    pub shared_up_at: u64,
     pub order: u64,
     pub bounds: u64,
     pub ids: u64,
@@ -96,11 +86,9 @@ pub(crate) struct Experts {
     pub partials_at: u32,
     pub shared_ring_at: u32,
     pub ring_at: u32,
-    pub shared_groups: u32,
-    pub warp_bytes: u32,
     pub pad: u32,
 }
-const _: () = assert!(size_of::<Experts>() == 264);
+const _: () = assert!(size_of::<Experts>() == 248);
 
 impl Experts {
     /// Whether units are whole, as the kernels take for granted.
@@ -128,38 +116,6 @@ impl Experts {
             most: UP_SHARED,
         };
         self.place(units.div_ceil(self.each), &room)
-    }
-
-    /// Cuts gated units of one row, with those of the shared expert, into blocks. `None` where not all tiles of a block have
-    /// the room.
-    pub fn cut_up_all(&mut self, format: Format, multiprocessors: u32) -> Option<Shape> {
-        let (tiles, wide) = (self.cut.tiles() as u32, self.cut.group_rows() as u32);
-        self.unit_groups = UNIT / wide;
-        let per_unit = self.unit_groups * tiles;
-        let units = self.chosen * (self.outputs / UNIT);
-        self.each = units.div_ceil(multiprocessors);
-        let blocks = units.div_ceil(self.each);
-        self.shared_groups = (self.outputs / wide).div_ceil(blocks);
-        let warps = WARPS[0];
-        // A unit is finished by a warp, and so are the shared expert's outputs.
-        if self.shared_groups > self.unit_groups || self.each >= warps {
-            return None;
-        }
-        self.shared_each = (self.shared_groups * 2 * tiles).div_ceil(warps);
-        self.stage_bytes = (2 * tile_bytes(format, SLICE) as u32).next_multiple_of(128);
-        let shared_bytes = self.shared_each * tile_bytes(Format::Q8_0, SLICE) as u32;
-        self.stages = (shared_bytes / self.stage_bytes).clamp(1, (self.each * per_unit).div_ceil(warps));
-        self.warp_bytes = shared_bytes.max(self.stages * self.stage_bytes);
-        let mut places = Places::behind(warps * (self.stages + self.shared_each));
-        let mut place = |bytes| places.take(bytes);
-        self.table_at = place(32 << 10);
-        self.q_at = place(self.cut.slices * 272);
-        self.d_at = place(self.cut.slices * 32);
-        self.sums_at = place(self.cut.slices * 32);
-        self.partials_at = place(2 * (self.shared_groups * tiles + self.each * per_unit) * 128);
-        self.ring_at = places.rest();
-        let shared = self.ring_at + warps * self.warp_bytes;
-        (shared <= ALL_SHARED).then_some(Shape { blocks, threads: 32 * warps, shared })
     }
 
     /// Cuts sums of experts into blocks. `None` where a block does not have the room.
@@ -247,8 +203,8 @@ pub(crate) struct Units<'a> {
     /// The matrix that reads them, and how they are rounded for it.
     pub down: &'a CudaMatrix,
     pub next: Source,
-    /// The shared expert's first matrix and where its units go, where they come along.
-    pub shared: Option<(&'a CudaMatrix, u64)>,
+    /// All matrices and where the shared expert's units go, where the sum is to be in one launch with all units.
+    pub all: Option<(AllExperts<'a>, u64)>,
 }
 
 impl Cuda {
@@ -276,33 +232,6 @@ impl Cuda {
         }))
     }
 
-    /// The cut of one row's gated units together with the shared expert's, of inputs that are there.
-    fn cut_all(&self, experts: &Experts, w: &CudaMatrix, shared: &CudaMatrix) -> Option<(Experts, Shape)> {
-        let (part, up) = (w.parts[0], shared.parts.get(1)?);
-        let alike = shared.parts.len() == 2
-            && shared.parts.iter().all(|of| of.format == Format::Q8_0 && of.rows == part.rows)
-            && shared.cols == w.cols;
-        if !alike || experts.rows != 1 || ALL[part.format as usize].is_none() {
-            return None;
-        }
-        let base = shared.parts[0].at;
-        let mut all = Experts { shared: base, shared_up_at: up.at - base, ..*experts };
-        all.cut_up_all(part.format, self.multiprocessors()).map(|shape| (all, shape))
-    }
-
-    /// Whether [`experts_up`](Self::experts_up) can take the shared expert's units along: inputs that are there, of one row.
-    pub(crate) fn takes_shared(
-        &self,
-        w: &CudaMatrix,
-        shared: &CudaMatrix,
-        from: Source,
-        to: &Assigned,
-    ) -> Result<bool> {
-        let there = |w: &CudaMatrix| self.matmul.ready(&from.for_matrix(w), to.rows).is_some();
-        let experts = self.experts(w, to, 2)?.filter(|_| there(w) && there(shared));
-        Ok(experts.is_some_and(|experts| self.cut_all(&experts, w, shared).is_some()))
-    }
-
     /// Gated units of few rows' experts, times their routing weights: at `mid`, in the order of assignments, and where
     /// [`experts_down`](Self::experts_down) finds them. `false` where it cannot, with nothing done.
     pub(crate) fn experts_up(
@@ -316,21 +245,11 @@ impl Cuda {
         self.matmul.units = None;
         let Some(mut experts) = self.experts(w, to, 2)? else { return Ok(false) };
         let format = w.parts[0].format;
-        let all = units.shared.and_then(|(shared, at)| {
-            let (all, shape) = self.cut_all(&experts, w, shared)?;
-            self.counters.weight_bytes += shared.bytes() as u64;
-            Some((Experts { out: at, ..all }, shape, ALL[format as usize]?))
-        });
-        let alone = || {
-            let shape = experts.cut_up(format, self.multiprocessors())?;
-            Some((experts, shape, EXPERTS[format as usize]?[0]))
-        };
-        let Some((mut experts, shape, kernel)) = all.or_else(alone) else { return Ok(false) };
-        let from = from.for_matrix(w);
-        let which = match self.matmul.ready(&from, to.rows) {
+        let Some(shape) = experts.cut_up(format, self.multiprocessors()) else { return Ok(false) };
+        let which = match self.matmul.ready(&from.for_matrix(w), to.rows) {
             Some(which) => which,
             None => {
-                self.prepare(w.reads(), from, to.rows)?;
+                self.prepare(w.reads(), from.for_matrix(w), to.rows)?;
                 0
             }
         };
@@ -349,7 +268,19 @@ impl Cuda {
         } else {
             experts.mid_floats = units.by_assignment;
         }
-        self.launch(kernel, Grid::new(shape.blocks, shape.threads).shared(shape.shared), &[Arg::of(&experts)])?;
+        let [kernel, _] = EXPERTS[format as usize].expect("`experts` looked");
+        let grid = Grid::new(shape.blocks, shape.threads).shared(shape.shared);
+        match units.all {
+            Some((all, at)) => {
+                let mut row = self.experts_row(&all, from, to)?.expect("`takes_all` looked");
+                row.0.leave(units.mid, at, units.limit);
+                let out = Out { at, stride: cols, then: Then::ClampedSilu { limit: units.limit } };
+                self.hold(|dev| dev.product_of(all.shared_up, from, out, to.rows))?;
+                let shared = self.matmul.held.take();
+                self.matmul.held_units = Some(HeldUnits { shared, kernel, grid, experts, row });
+            }
+            None => self.launch(kernel, grid, &[Arg::of(&experts)])?,
+        }
         if !as_it_is {
             self.prepare(units.down.reads(), next, rows)?;
         }
@@ -369,6 +300,9 @@ impl Cuda {
         to: &Assigned,
     ) -> Result<Option<bool>> {
         let Some((_, codes)) = self.matmul.units.filter(|(of, _)| *of == mid) else { return Ok(None) };
+        if self.sum_held(w, shared, mid, out, to)? {
+            return Ok(Some(true));
+        }
         let Some(mut experts) = self.experts(w, to, 1)? else { return Ok(None) };
         let (format, processors) = (w.parts[0].format, self.multiprocessors());
         (experts.q, experts.d, experts.sums, experts.out) = (codes.q, codes.d, codes.sums, out);
@@ -409,13 +343,6 @@ mod tests {
                     let shape = up.cut_up(format, 132).expect("gated units fit");
                     assert!(shape.shared <= MAX_SHARED && shape.blocks <= 132 && up.stages > 0);
                     assert!(shape.blocks * up.each >= rows * 6 * ffn as u32 / 32);
-                    let mut all = Experts { cut: Cut::of(hidden), outputs: ffn as u32, ..base };
-                    if (rows, format) == (1, Format::Iq2Xxs) {
-                        let shape = all.cut_up_all(format, 132).expect("one row's units fit");
-                        assert!(shape.shared <= MAX_SHARED && shape.blocks <= 132 && all.stages > 0);
-                        assert!(shape.blocks * all.each >= 6 * ffn as u32 / 32);
-                        assert!(shape.blocks * all.shared_groups >= (ffn / all.cut.group_rows()) as u32);
-                    }
                     let mut down = Experts { cut: Cut::of(ffn), outputs: hidden as u32, ..base };
                     // With the largest tiles the shared expert's have no room beside them.
                     down.shared = u64::from(format != Format::Q8_0);

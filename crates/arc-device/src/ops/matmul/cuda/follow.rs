@@ -196,7 +196,14 @@ impl Cuda {
 
     /// Launches what was held back.
     pub(crate) fn launch_held(&mut self) -> Result<()> {
-        let Some(Held { kernel, grid, product, beside }) = self.matmul.held.take() else { return Ok(()) };
+        if let Some(held) = self.matmul.held_units.take() {
+            return self.launch_units(held);
+        }
+        self.matmul.held.take().map_or(Ok(()), |held| self.launch_product_of(held))
+    }
+
+    pub(super) fn launch_product_of(&mut self, held: Held) -> Result<()> {
+        let Held { kernel, grid, product, beside } = held;
         match &beside {
             Some((other, split)) => self.launch(kernel, grid, &[Arg::of(&product), Arg::of(other), Arg::from(*split)]),
             None => self.launch(kernel, grid, &[Arg::of(&product), Arg::of(&Prepare::default())]),
@@ -205,7 +212,7 @@ impl Cuda {
 
     /// Drops what was held back by a step that failed, and what it would have sent.
     pub(crate) fn forget_held(&mut self) {
-        (self.matmul.held, self.matmul.due) = (None, None);
+        (self.matmul.held, self.matmul.held_units, self.matmul.due) = (None, None, None);
     }
 
     /// `out = w * norm(x)` of one row, where `x` is the first outputs of the product held back, which was with `low` and,
@@ -376,9 +383,18 @@ impl Workspace {
         self.exchange.as_ref().expect("`finish` made it").ptr() + at
     }
 
-    /// Words of the exchange, for products of so many columns.
+    /// Words of the exchange, for products of so many columns: blocks of int8, and half of the values one by one.
     pub(super) fn exchange_words(cols: usize) -> usize {
-        (NORMED_AT + NORMED_BYTES) as usize / 4 + cols.div_ceil(32) * 12
+        (NORMED_AT + NORMED_BYTES) as usize / 4 + cols.div_ceil(32) * 12 + 2 * cols
+    }
+
+    /// Where launches without a norm are counted, so many blocks of int8 are sent, and so many values behind them. `None`
+    /// where there is no room for them. Numbers stand at the same places whoever sends.
+    pub(super) fn exchange_units(&self, blocks: usize, values: usize) -> Option<[u64; 3]> {
+        let sent = self.exchange(NORMED_AT + NORMED_BYTES);
+        let halves = sent + 48 * blocks as u64;
+        let end = self.exchange(4 * self.exchange.as_ref()?.len() as u64);
+        (halves + 16 * values as u64 <= end).then_some([self.exchange(0), sent, halves])
     }
 }
 

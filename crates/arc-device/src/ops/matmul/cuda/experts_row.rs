@@ -1,0 +1,352 @@
+//! The experts of one row in one launch: the Rust side of experts_row.cu.
+//!
+//! Gated units are held back when their stage comes, and the sum takes them along. Whatever else is launched goes behind
+//! them.
+
+use super::experts::Experts;
+use super::follow::Held;
+use super::matrix::CudaMatrix;
+use super::plan::{Cut, Places, Shape, tile_bytes};
+use super::{Assigned, Source};
+use crate::cuda::{Arg, Cuda, Grid, Kernel, kernel};
+use crate::error::Result;
+use crate::format::Format;
+use crate::ops::matmul::SLICE;
+use crate::ops::quant::Inputs;
+
+/// Threads of a block: warps that multiply, and behind them those that bring chunks, send units and take them.
+const THREADS: u32 = 32 * 20;
+/// Shared memory of a block: what a block of the gate leaves.
+const SHARED: u32 = 222 << 10;
+/// Bytes of chunks on their way at a time: what memory needs to be busy, for all else waits behind them.
+const WINDOW: u32 = 52 << 10;
+/// Outputs of a unit, and rows of a group.
+const UNIT: u32 = 32;
+const GROUP: u32 = 8;
+/// Groups of the shared expert's first matrix that a block takes: half a unit.
+const SHARED_GROUPS: u32 = 2;
+const UNIT_GROUPS: u32 = UNIT / GROUP;
+/// Groups of a chosen expert's second matrix that come together.
+const DOWN_GROUPS: u32 = 2;
+const MOST_CHOSEN: u32 = 16;
+/// Chunks of the shared expert's first matrix, at most.
+const MOST_SHARED: u32 = 16;
+const DOWN_CHUNKS: u32 = UNIT_GROUPS / DOWN_GROUPS;
+const MOST_CHUNKS: usize =
+    (MOST_SHARED + UNIT_GROUPS * MOST_CHOSEN / 2 + UNIT_GROUPS + DOWN_CHUNKS * MOST_CHOSEN) as usize;
+
+/// The matrices of a layer's experts.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct AllExperts<'a> {
+    pub up: &'a CudaMatrix,
+    pub down: &'a CudaMatrix,
+    pub shared_up: &'a CudaMatrix,
+    pub shared_down: &'a CudaMatrix,
+}
+
+/// `Chunk` of experts_row.cu.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Chunk {
+    at: u32,
+    freed: u16,
+    landed: u16,
+}
+
+/// `ExpertsRow` of experts_row.cu.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ExpertsRow {
+    up: Cut,
+    down: Cut,
+    base: u64,
+    part_bytes: u64,
+    up_at: u64,
+    shared: u64,
+    shared_up_at: u64,
+    down_base: u64,
+    down_bytes: u64,
+    shared_down: u64,
+    ids: u64,
+    weights: u64,
+    infos: u64,
+    q: u64,
+    d: u64,
+    mid: u64,
+    shared_units: u64,
+    out: u64,
+    counts: u64,
+    sent: u64,
+    halves: u64,
+    chosen: u32,
+    units: u32,
+    shared_tiles: u32,
+    outs: u32,
+    each: u32,
+    limit: f32,
+    known_at: u32,
+    table_at: u32,
+    q_at: u32,
+    d_at: u32,
+    units_at: u32,
+    partials_at: u32,
+    products_at: u32,
+    sums_at: u32,
+    ring_at: u32,
+    pad: u32,
+    chunks: [Chunk; MOST_CHUNKS],
+}
+const _: () = assert!(size_of::<ExpertsRow>() == 240 + 8 * MOST_CHUNKS);
+
+/// Gated units of one row's experts that were asked for and are not launched yet.
+#[derive(Clone)]
+pub(crate) struct HeldUnits {
+    /// How they are launched without the sum: those of the shared expert, and those of the chosen ones.
+    pub(super) shared: Option<Held>,
+    pub(super) kernel: Kernel,
+    pub(super) grid: Grid,
+    pub(super) experts: Experts,
+    /// And with it.
+    pub(super) row: (ExpertsRow, Shape),
+}
+
+/// How a block goes about it.
+struct Plan {
+    row: [u32; 5],
+    /// Of shared memory, as the kernel has them.
+    places: [u32; 9],
+    chunks: Vec<Chunk>,
+    shape: Shape,
+}
+
+/// Cuts a row of `chosen` experts into blocks. `None` where the kernel cannot, or a block does not have the room.
+fn plan(up: &Cut, down: &Cut, chosen: u32, multiprocessors: u32) -> Option<Plan> {
+    let (hidden, ffn) = (up.cols, down.cols);
+    // Every block has as many units as the next, and a half of one of the shared expert's.
+    let (blocks, outs, each) = (2 * ffn / UNIT, hidden / UNIT, chosen / 2);
+    let whole = [up, down].iter().all(|cut| cut.log_c == 2 && cut.group_rows() as u32 == GROUP);
+    let shared_out = chosen.is_multiple_of(2) && (1..=MOST_CHOSEN).contains(&chosen);
+    if !whole || !shared_out || blocks > multiprocessors || outs > blocks {
+        return None;
+    }
+    let (tiles, down_tiles) = (up.tiles() as u32, down.tiles() as u32);
+    let bytes = |format| tile_bytes(format, SLICE) as u32;
+    let shared_tiles = if tiles.is_multiple_of(2) { 2 } else { 1 };
+    let of_shared = 2 * SHARED_GROUPS * tiles / shared_tiles;
+    if of_shared > MOST_SHARED {
+        return None;
+    }
+    let mut sizes = vec![shared_tiles * bytes(Format::Q8_0); of_shared as usize];
+    sizes.resize(sizes.len() + (UNIT_GROUPS * each) as usize, 2 * tiles * bytes(Format::Iq2Xxs));
+    sizes.resize(sizes.len() + UNIT_GROUPS as usize, down_tiles * bytes(Format::Q8_0));
+    sizes.resize(sizes.len() + (DOWN_CHUNKS * chosen) as usize, DOWN_GROUPS * down_tiles * bytes(Format::Q2K));
+
+    let mut places = Places::behind(2 * (MOST_CHUNKS as u32 + 1 + MOST_CHOSEN / 2) + 1);
+    let mut place = |bytes| places.take(bytes);
+    let known_at = place(8 + 8 * MOST_CHOSEN);
+    let table_at = place(32 << 10);
+    let (q_at, d_at) = (place(up.slices * 272), place(up.slices * 32));
+    let units_at = place((chosen + 1) * down.slices * (272 + 64));
+    let partials_at = place(128 * 2 * (SHARED_GROUPS + UNIT_GROUPS * each) * tiles);
+    let products_at = place(128 * (chosen + 1) * UNIT_GROUPS * down_tiles);
+    let sums_at = place(4 * UNIT * (chosen + 1));
+    let ring_at = places.rest();
+    let all: u32 = sizes.iter().sum();
+    let ring = SHARED.checked_sub(ring_at)?.min(all);
+    let chunks = chunks(&sizes, ring)?;
+    Some(Plan {
+        row: [chosen, ffn / UNIT, shared_tiles, outs, each],
+        places: [known_at, table_at, q_at, d_at, units_at, partials_at, products_at, sums_at, ring_at],
+        chunks,
+        shape: Shape { blocks, threads: THREADS, shared: ring_at + ring },
+    })
+}
+
+/// Gives chunks of these sizes their places in a ring. `None` where one does not fit.
+fn chunks(sizes: &[u32], ring: u32) -> Option<Vec<Chunk>> {
+    let (mut next, mut spans) = (0, Vec::new());
+    let mut chunks: Vec<Chunk> = Vec::with_capacity(sizes.len());
+    for (c, &size) in sizes.iter().enumerate() {
+        if size > ring {
+            return None;
+        }
+        if next + size > ring {
+            next = 0;
+        }
+        let (start, end) = (next, next + size);
+        let freed = spans.iter().rposition(|&(s, e)| s < end && start < e).map_or(0, |last| last + 1);
+        // As many in front of it as may be on their way with it.
+        let together = sizes[..c].iter().rev().scan(size, |sum, &size| {
+            *sum += size;
+            Some(*sum)
+        });
+        let landed = c - together.take_while(|&sum| sum <= WINDOW).count();
+        let before = chunks.last().copied().unwrap_or_default();
+        let (freed, landed) = (before.freed.max(freed as u16), before.landed.max(landed as u16));
+        chunks.push(Chunk { at: start, freed, landed });
+        spans.push((start, end));
+        next = end;
+    }
+    Some(chunks)
+}
+
+impl Cuda {
+    /// The launch of one row's experts, of inputs that are there. `None` where it cannot be.
+    pub(super) fn experts_row(
+        &self,
+        w: &AllExperts<'_>,
+        from: Source,
+        to: &Assigned,
+    ) -> Result<Option<(ExpertsRow, Shape)>> {
+        let (hidden, ffn) = (w.up.cols, w.down.cols);
+        let alike = |w: &CudaMatrix, format, parts: usize, rows, cols| {
+            let each = |part: &super::Part| part.format == format && part.rows == rows;
+            w.cols == cols && w.parts.len() == parts && w.parts.iter().all(each)
+        };
+        let fits = to.rows == 1
+            && alike(w.up, Format::Iq2Xxs, 2 * to.experts, ffn, hidden)
+            && alike(w.down, Format::Q2K, to.experts, hidden, ffn)
+            && alike(w.shared_up, Format::Q8_0, 2, ffn, hidden)
+            && alike(w.shared_down, Format::Q8_0, 1, hidden, ffn);
+        let there = |w: &CudaMatrix| self.matmul.ready(&from.for_matrix(w), to.rows);
+        let (Some(which), true) = (there(w.up).filter(|_| fits), there(w.shared_up) == there(w.up)) else {
+            return Ok(None);
+        };
+        let Some(plan) = plan(&w.up.cut, &w.down.cut, to.chosen as u32, self.multiprocessors()) else {
+            return Ok(None);
+        };
+        let codes = self.matmul.codes(which);
+        let pieces = (to.chosen + 1) * ffn / UNIT as usize;
+        let Some([counts, sent, halves]) = self.matmul.exchange_units(pieces, ffn / 2) else { return Ok(None) };
+        let gates = |w: &CudaMatrix| (w.parts[0].at, w.parts[1].at - w.parts[0].at);
+        let ((base, up_at), (shared, shared_up_at)) = (gates(w.up), gates(w.shared_up));
+        let [chosen, units, shared_tiles, outs, each] = plan.row;
+        let [known_at, table_at, q_at, d_at, units_at, partials_at, products_at, sums_at, ring_at] = plan.places;
+        let mut row = ExpertsRow {
+            up: w.up.cut,
+            down: w.down.cut,
+            base,
+            part_bytes: w.up.stride(2)?,
+            up_at,
+            shared,
+            shared_up_at,
+            down_base: w.down.parts[0].at,
+            down_bytes: w.down.stride(1)?,
+            shared_down: w.shared_down.parts[0].at,
+            ids: to.ids,
+            weights: to.weights,
+            infos: self.view().infos(),
+            q: codes.q,
+            d: codes.d,
+            mid: 0,
+            shared_units: 0,
+            out: 0,
+            counts,
+            sent,
+            halves,
+            chosen,
+            units,
+            shared_tiles,
+            outs,
+            each,
+            limit: 0.0,
+            known_at,
+            table_at,
+            q_at,
+            d_at,
+            units_at,
+            partials_at,
+            products_at,
+            sums_at,
+            ring_at,
+            pad: 0,
+            chunks: [Chunk::default(); MOST_CHUNKS],
+        };
+        row.chunks[..plan.chunks.len()].copy_from_slice(&plan.chunks);
+        Ok(Some((row, plan.shape)))
+    }
+
+    /// Whether one launch takes the experts of a row from its inputs to their sum: [`experts_up`](Self::experts_up) then
+    /// makes the shared expert's units too.
+    pub(crate) fn takes_all(&self, w: &AllExperts<'_>, from: Source, to: &Assigned) -> Result<bool> {
+        Ok(self.experts_row(w, from, to)?.is_some())
+    }
+
+    /// `out`: the sum of the experts whose units were held back, which are to be at `mid` and, of the shared one, what
+    /// `units` says. Whether these were it.
+    pub(super) fn sum_held(
+        &mut self,
+        down: &CudaMatrix,
+        (shared_down, units): (&CudaMatrix, Source),
+        mid: u64,
+        out: u64,
+        to: &Assigned,
+    ) -> Result<bool> {
+        let Some(HeldUnits { row: (row, shape), .. }) = self.matmul.held_units.as_ref() else { return Ok(false) };
+        let held = (row.mid, row.shared_units, row.down_base, row.shared_down);
+        let wanted = (mid, units.x, down.parts[0].at, shared_down.parts[0].at);
+        if held != wanted || units.for_matrix(shared_down).inputs != Inputs::F32 {
+            return Ok(false);
+        }
+        let (row, shape) = (ExpertsRow { out, ..*row }, *shape);
+        // Units go from block to block only.
+        (self.matmul.held_units, self.matmul.units) = (None, None);
+        self.counters.weight_bytes += self.touched(down, to) + shared_down.bytes() as u64;
+        let grid = Grid::new(shape.blocks, shape.threads).shared(shape.shared);
+        self.launch(kernel!("arc_matmul_experts_row"), grid, &[Arg::of(&row)])?;
+        Ok(true)
+    }
+
+    /// Launches units that were held back, without their sum.
+    pub(super) fn launch_units(&mut self, held: HeldUnits) -> Result<()> {
+        if let Some(shared) = held.shared {
+            self.launch_product_of(shared)?;
+        }
+        self.launch(held.kernel, held.grid, &[Arg::of(&held.experts)])
+    }
+}
+
+impl ExpertsRow {
+    /// Where units go, and their clamp.
+    pub(super) fn leave(&mut self, mid: u64, shared: u64, limit: f32) {
+        (self.mid, self.shared_units, self.limit) = (mid, shared, limit);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Cut, Plan, plan};
+
+    /// DeepSeek-V4-Flash's experts, and small ones.
+    fn plans() -> Vec<Plan> {
+        let of = |(hidden, ffn, chosen)| plan(&Cut::of(hidden), &Cut::of(ffn), chosen, 132).expect("they fit");
+        [(4096, 2048, 6), (4096, 2048, 2), (2048, 1024, 16), (1024, 1024, 6)].map(of).into()
+    }
+
+    #[test]
+    fn every_unit_and_every_output_has_a_block() {
+        for Plan { row: [chosen, units, _, outs, each], shape, .. } in plans() {
+            assert_eq!(shape.blocks * each, chosen * units);
+            assert_eq!(shape.blocks, 2 * units);
+            assert!(outs <= shape.blocks && shape.shared <= super::SHARED);
+        }
+        assert!(plan(&Cut::of(7168), &Cut::of(3072), 6, 132).is_none(), "more blocks than multiprocessors");
+        assert!(plan(&Cut::of(4096), &Cut::of(2048), 5, 132).is_none(), "units that cannot be shared evenly");
+    }
+
+    /// No chunk comes where another one stands that is not known to be empty, and none waits for itself.
+    #[test]
+    fn chunks_do_not_meet() {
+        for Plan { chunks, places, shape, .. } in plans() {
+            let end = |c: usize| chunks.get(c + 1).map(|next| next.at).filter(|&at| at > chunks[c].at);
+            for (c, chunk) in chunks.iter().enumerate() {
+                assert!(chunk.freed as usize <= c && chunk.landed as usize <= c && chunk.at % 128 == 0);
+                for other in chunk.freed as usize..c {
+                    let apart = chunks[other].at > chunk.at || end(other).is_some_and(|end| end <= chunk.at);
+                    assert!(apart, "{c} at {} meets {other}", chunk.at);
+                }
+            }
+            assert!(places[8] % 128 == 0 && chunks.iter().all(|chunk| places[8] + chunk.at < shape.shared));
+        }
+    }
+}

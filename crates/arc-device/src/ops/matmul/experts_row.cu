@@ -1,0 +1,461 @@
+// The experts of one row in one launch, the shared one too: gated units, and their sum.
+//
+// A block makes a unit of every two of the chosen experts, one after the other, and half of one of the shared expert; then it
+// sums 32 outputs of all of them. Units go to all blocks as they are made, so that most are there when a block has made its
+// last, and what they are multiplied with covers the way of the last ones. Weights come in chunks, one stream through one
+// ring: of the shared expert's first matrix while the gate chooses, since they depend on nothing; of the chosen experts'
+// first; then of all second matrices. Blocks may wait for one another, since all are resident: there is one a multiprocessor
+// at most, and the kernels before them end.
+//
+// First matrices are IQ2_XXS and second ones Q2_K, the shared expert's Q8_0; groups have 8 rows. Exact, since all sums are
+// those of experts.cuh.
+#include "exchange.cuh"
+#include "experts.cuh"
+
+namespace arc {
+
+namespace {
+
+// Warps that multiply. Behind them: one brings chunks, one finishes units and sends them, others take those of all blocks.
+constexpr uint32_t kWarps = 16, kThreads = 32 * kWarps, kBringer = kWarps, kFinisher = kWarps + 1, kTaker = kWarps + 2, kTakers = 2;
+constexpr uint32_t kAllThreads = 32 * (kTaker + kTakers);
+constexpr uint32_t kGroup = 8;  // rows of a group
+// Groups of the shared expert that a block takes, and of 32 outputs.
+constexpr uint32_t kSharedGroups = 2, kUnitGroups = 4;
+// Chunks: gates and ups of the shared expert, a part of a group; pairs of gate and up by group; of 32 outputs, the shared
+// expert's second matrix by group, and those of the chosen ones by two groups.
+constexpr uint32_t kMostShared = 16, kDownGroups = 2, kDownChunks = kUnitGroups / kDownGroups;
+constexpr uint32_t kMostChosen = 16, kMostEach = kMostChosen / 2;
+constexpr uint32_t kMostChunks = kMostShared + kUnitGroups * kMostEach + kUnitGroups + kDownChunks * kMostChosen;
+constexpr uint32_t kSharedTile = tile_bytes(Q8_0, kSlice), kUpTile = tile_bytes(IQ2_XXS, kSlice), kDownTile = tile_bytes(Q2_K, kSlice);
+
+// The two int16 of `sums` times the two highest bytes.
+__device__ __forceinline__ int dp2a_high(uint32_t sums, uint32_t bytes) {
+    int out;
+    asm("dp2a.hi.s32.s32 %0, %1, %2, 0;" : "=r"(out) : "r"(sums), "r"(bytes));
+    return out;
+}
+
+// What comes together, one after the other; `Chunk` of experts_row.rs.
+struct Chunk {
+    uint32_t at;             // in the ring
+    uint16_t freed, landed;  // chunks in front that have to be empty, and there, before it is asked for: never fewer than before
+};
+
+// `ExpertsRow` of experts_row.rs.
+struct ExpertsRow {
+    Cut up, down;
+    uint64_t base, part_bytes, up_at;         // the first expert's gate; from one to the next; from a gate to its up
+    uint64_t shared, shared_up_at;            // the shared expert's gate; from it to the up
+    uint64_t down_base, down_bytes, shared_down;  // the first expert's second; from one to the next; the shared one's
+    uint64_t ids, weights, infos;
+    uint64_t q, d;                            // the row as int8, and scales
+    uint64_t mid, shared_units, out;          // units of the chosen experts and of the shared one, and the sum: f32
+    uint64_t counts;                          // a number that is another in every launch
+    uint64_t sent, halves;                    // what blocks send to one another: units as int8, half blocks of the shared ones
+    uint32_t chosen, units;                   // units of 32 outputs of an expert's first matrix
+    uint32_t shared_tiles;                    // of a chunk of the shared expert's first matrix
+    uint32_t outs, each;                      // blocks that sum; units of a block, each of two experts'
+    float limit;
+    uint32_t known_at, table_at, q_at, d_at, units_at, partials_at, products_at, sums_at, ring_at;  // in shared memory. Barriers stand at 0.
+    uint32_t pad;
+    Chunk chunks[kMostChunks];
+};
+static_assert(sizeof(ExpertsRow) == 240 + 8 * kMostChunks);
+
+// What a block knows of the row once the gate has chosen.
+struct Known {
+    uint32_t live, tag;  // the number of the launch
+    uint32_t ids[kMostChosen];
+    float weights[kMostChosen];
+};
+
+struct OneRow {
+    const ExpertsRow& p;
+    uint8_t* smem;
+    const uint32_t warp, lane, tiles, down_tiles;  // tiles of a group
+    // Chunks of the shared expert's first matrix, of all first ones, and all of them.
+    const uint32_t of_shared, of_units, all;
+
+    __device__ __forceinline__ OneRow(const ExpertsRow& p, uint8_t* smem)
+        : p(p), smem(smem), warp(threadIdx.x >> 5), lane(threadIdx.x & 31), tiles(p.up.tiles()), down_tiles(p.down.tiles()),
+          of_shared(2 * kSharedGroups * tiles / p.shared_tiles), of_units(of_shared + kUnitGroups * p.each),
+          all(of_units + (blockIdx.x < p.outs ? kUnitGroups + kDownChunks * p.chosen : 0)) {}
+
+    template <typename T>
+    __device__ __forceinline__ T* at(uint32_t offset) const { return reinterpret_cast<T*>(smem + offset); }
+    __device__ __forceinline__ Known& known() const { return *at<Known>(p.known_at); }
+    // Each is used once: a chunk has barriers of its own.
+    __device__ __forceinline__ uint64_t* full(uint32_t c) const { return at<uint64_t>(8 * c); }
+    __device__ __forceinline__ uint64_t* empty(uint32_t c) const { return full(kMostChunks + c); }
+    // That all tiles of the shared expert's units, 0, or of the k-th of the others have been multiplied; that the units of all
+    // blocks are there.
+    __device__ __forceinline__ uint64_t* multiplied(uint32_t k) const { return full(2 * kMostChunks + k); }
+    __device__ __forceinline__ uint64_t* there(uint32_t k) const { return multiplied(1 + kMostEach + k); }
+    // That what has to be known is known.
+    __device__ __forceinline__ uint64_t* begun() const { return there(1 + kMostEach); }
+
+    __device__ __forceinline__ void arrive_at(uint64_t* bar) const {
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_at(bar)) : "memory");
+    }
+    __device__ __forceinline__ void init(uint64_t* bar, uint32_t arrivals) const {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_at(bar)), "r"(arrivals) : "memory");
+    }
+    // Barrier of the warps that multiply.
+    __device__ __forceinline__ void sync() const { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
+
+    // By a warp. A chunk is empty when all of its tiles, or pairs of tiles, have been taken.
+    __device__ __forceinline__ void init_barriers() const {
+#pragma unroll 1
+        for (uint32_t c = lane; c < all; c += 32) {
+            init(full(c), 1);
+            const uint32_t first = c < of_shared ? p.shared_tiles : tiles, second = c < of_units + kUnitGroups ? 1 : kDownGroups;
+            init(empty(c), c < of_units ? first : second * down_tiles);
+        }
+        if (lane == 0) init(begun(), 1);
+        if (lane <= p.each) init(multiplied(lane), kUnitGroups * tiles), init(there(lane), kTakers);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        __syncwarp();
+    }
+
+    // Asks for chunks, by a warp, few at a time: what others load, small as it is, would wait behind all that is on its way. What
+    // an ask needs is made by all lanes at once, since one thread would take longer for that than memory for the chunks.
+    __device__ __forceinline__ void bring(const Marks& marks) const {
+        const uint32_t pair = tiles * kUpTile, shared = down_tiles * kSharedTile, down = down_tiles * kDownTile;
+#pragma unroll 1
+        for (uint32_t first = 0, end; first < all; first = end) {
+            if (first == of_shared) {
+                barrier_wait(begun(), 0);
+                marks.mark(2);
+            }
+            end = min(first + 32, first < of_shared ? of_shared : all);
+            const uint32_t c = min(first + lane, end - 1);
+            const Chunk chunk = p.chunks[c];
+            Chunk before{};
+            if (c != 0) before = p.chunks[c - 1];
+            uint64_t from;
+            uint32_t bytes;
+            const bool pairs = c >= of_shared && c < of_units;
+            // Of a row that is not live what stands there is multiplied, and nobody looks at it.
+            bool due = true;
+            if (c < of_shared) {
+                const uint32_t tile = c * p.shared_tiles, of_one = kSharedGroups * tiles, up = tile >= of_one;
+                from = p.shared + up * p.shared_up_at + (size_t)(blockIdx.x * of_one + tile - up * of_one) * kSharedTile;
+                bytes = p.shared_tiles * kSharedTile;
+            } else if (pairs) {
+                const uint32_t i = c - of_shared, unit = unit_of(i / kUnitGroups), e = unit / p.units;
+                const uint32_t group = (unit - e * p.units) * kUnitGroups + i % kUnitGroups;
+                from = p.base + known().ids[e] * p.part_bytes + (size_t)group * pair;
+                bytes = pair, due = known().live != 0;
+            } else if (c < of_units + kUnitGroups) {
+                from = p.shared_down + (size_t)(blockIdx.x * kUnitGroups + c - of_units) * shared;
+                bytes = shared;
+            } else {
+                const uint32_t i = c - of_units - kUnitGroups, group = blockIdx.x * kUnitGroups + i % kDownChunks * kDownGroups;
+                from = p.down_base + known().ids[i / kDownChunks] * p.down_bytes + (size_t)group * down;
+                bytes = kDownGroups * down, due = known().live != 0;
+            }
+            uint8_t* to = smem + p.ring_at + chunk.at;
+#pragma unroll 1
+            for (uint32_t k = first; k < end; ++k) {
+                if (k == of_shared) marks.mark(3);
+                if (k == of_units) marks.mark(4);
+                if (lane == k - first) {
+#pragma unroll 1
+                    for (uint32_t i = before.landed; i < chunk.landed; ++i) barrier_wait(full(i), 0);
+#pragma unroll 1
+                    for (uint32_t i = before.freed; i < chunk.freed; ++i) barrier_wait(empty(i), 0);
+                    if (due) {
+                        expect(full(c), pairs ? 2 * bytes : bytes);
+                        bulk_copy(to, reinterpret_cast<const uint8_t*>(from), bytes, full(c));
+                        if (pairs) bulk_copy(to + bytes, reinterpret_cast<const uint8_t*>(from + p.up_at), bytes, full(c));
+                    } else {
+                        arrive_at(full(c));
+                    }
+                }
+                __syncwarp();
+            }
+        }
+        marks.mark(5);
+    }
+
+    __device__ __forceinline__ const uint8_t* await(uint32_t c) const {
+        barrier_wait(full(c), 0);
+        return smem + p.ring_at + p.chunks[c].at;
+    }
+    // Behind the stores of what was made of a tile, of which unit `k` says.
+    __device__ __forceinline__ void leave(uint32_t c, uint64_t* also = nullptr) const {
+        __syncwarp();
+        if (lane != 0) return;
+        arrive_at(empty(c));
+        if (also != nullptr) arrive_at(also);
+    }
+
+    // The k-th unit of this block, among those of all experts.
+    __device__ __forceinline__ uint32_t unit_of(uint32_t k) const { return 2 * p.units * k + blockIdx.x; }
+
+    // What has to be known and there before anything is multiplied: by all warps but the one that brings weights.
+    __device__ __forceinline__ void begin(const Marks& marks) const {
+        if (threadIdx.x < p.chosen) {
+            known().ids[threadIdx.x] = __ldcg(reinterpret_cast<const uint32_t*>(p.ids) + threadIdx.x);
+            known().weights[threadIdx.x] = __ldcg(reinterpret_cast<const float*>(p.weights) + threadIdx.x);
+        }
+        if (threadIdx.x == kThreads - 1) {
+            known().live = __ldcg(reinterpret_cast<const uint32_t*>(p.infos));
+            known().tag = __ldcg(reinterpret_cast<const uint32_t*>(p.counts)) + 1;
+        }
+        const uint32_t wide = p.up.cols / 16;
+#pragma unroll 1
+        for (uint32_t i = threadIdx.x; threadIdx.x < kThreads && i < wide + p.up.cols / 128; i += kThreads) {
+            if (i < wide) {
+                copy16(smem + p.q_at + i / 16 * 272 + i % 16 * 16, reinterpret_cast<const uint8_t*>(p.q) + 16 * i);
+            } else {
+                copy16(smem + p.d_at + 16 * (i - wide), reinterpret_cast<const uint8_t*>(p.d) + 16 * (i - wide));
+            }
+        }
+        copies_landed();
+        asm volatile("bar.sync 2, %0;" ::"n"(kAllThreads) : "memory");
+        if (threadIdx.x == 0) arrive_at(begun());
+        marks.mark(3);
+    }
+
+    // A lane's slice of a tile of Q8_0.
+    __device__ __forceinline__ float dot_shared(const uint8_t* tile, uint32_t slice, const uint8_t* q, const uint8_t* d) const {
+        Inputs x;
+        x.q = reinterpret_cast<const int8_t*>(q) + slice * 272;
+        x.d = reinterpret_cast<const float*>(d) + slice * 8;
+        float acc[1] = {0.0f};
+        Add<1, Q8_0> add{x, acc};
+        each_block<Q8_0, true, 4>(tile, lane, kSlice / 32, nullptr, add);
+        return acc[0];
+    }
+
+    // A lane's slice of a tile of Q2_K: the sums of dot.cuh in fewer instructions. Two crumbs of a byte are four times too large
+    // where they stand, and dot products take scales out of their word.
+    __device__ __forceinline__ float dot_down(const uint8_t* tile, uint32_t slice, const uint8_t* q, const uint8_t* dx, const uint8_t* sums) const {
+        const uint8_t* wide = tile + 16 * lane;
+        const uint4 scales = load16(wide);
+        const uint32_t dm = load4(tile + 5 * 512 + 4 * lane);
+        const float d = low_half(dm), m = -high_half(dm);
+        float acc = 0.0f;
+#pragma unroll
+        for (int b = 0; b < 8; b += 4) {
+            const uint4 four_d = load16(dx + slice * 32 + 4 * b), four_sums = load16(sums + slice * 32 + 4 * b);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const uint4 v = load16(wide + (1 + (b + e) / 2) * 512);
+                const uint4* x = reinterpret_cast<const uint4*>(q + slice * 272 + 32 * (b + e));
+                int dots[2];
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const uint4 values = x[h];
+                    const uint32_t codes = word(v, 2 * (e % 2) + h), upper = codes >> 4;
+                    const int ones = __dp4a((int)(upper & 0x03030303u), (int)values.z, __dp4a((int)(codes & 0x03030303u), (int)values.x, 0));
+                    const int fours = __dp4a((int)(upper & 0x0c0c0c0cu), (int)values.w, __dp4a((int)(codes & 0x0c0c0c0cu), (int)values.y, 0));
+                    dots[h] = ones + (fours >> 2);
+                }
+                const uint32_t both = word(scales, (b + e) / 2), of_dots = both & 0x0f0f0f0fu, of_sums = both >> 4 & 0x0f0f0f0fu;
+                const uint32_t pair = __byte_perm((uint32_t)dots[0], (uint32_t)dots[1], 0x5410), sum = word(four_sums, e);
+                const int dot = e % 2 == 0 ? dp2a(pair, of_dots, 0) : dp2a_high(pair, of_dots);
+                const int least = e % 2 == 0 ? dp2a(sum, of_sums, 0) : dp2a_high(sum, of_sums);
+                const float scale = __uint_as_float(word(four_d, e));
+                acc = __fmaf_rn(__fmul_rn(d, scale), (float)dot, acc);
+                acc = __fmaf_rn(__fmul_rn(m, scale), (float)least, acc);
+            }
+        }
+        return acc;
+    }
+
+    // Sends units as they are made, by a warp: halves of the shared expert's are of two blocks, the second of which sends its
+    // own to the first.
+    __device__ __forceinline__ void finish(const Marks& marks) const {
+        constexpr uint32_t kHalf = kSharedGroups * kGroup;
+        const uint32_t tag = known().tag, n = lane % kHalf;
+        const uint64_t other = p.halves + 16 * (blockIdx.x / 2 * kHalf + n);
+        float half = 0.0f;
+        // The shared expert's, the first of the others, the shared one's of two blocks, which is on its way meanwhile; the others.
+#pragma unroll 1
+        for (uint32_t i = 0; i < p.each + 2; ++i) {
+            const bool both = i == 2, shared = i == 0;
+            const uint32_t k = i < 2 ? i : i - 1;
+            float v = half;
+            if (both) {
+                if (blockIdx.x % 2 != 0) continue;
+                if (lane >= kHalf) {
+                    uint4 got;
+                    do {
+                        got = look(other);
+                    } while (got.w != tag);
+                    v = __uint_as_float(got.x);
+                }
+                __syncwarp();
+            } else {
+                barrier_wait(multiplied(k), 0);
+                const uint32_t group = shared ? n / kGroup : 2 * (kSharedGroups + kUnitGroups * (k - 1) + lane / kGroup);
+                const float* from = at<float>(p.partials_at) + group * tiles * kLanes;
+                const uint32_t step = shared ? kLanes : 2 * kLanes, to_up = shared ? kSharedGroups * tiles * kLanes : kLanes;
+                const float gate = total(p.up, from, tiles, step, lane % kGroup);
+                const float high = total(p.up, from + to_up, tiles, step, lane % kGroup);
+                v = gated(kThenClampedSilu, gate, high, p.limit);
+            }
+            if (shared) {
+                half = v;
+                if (lane < kHalf) {
+                    if (blockIdx.x % 2 != 0) send_three(other, __float_as_uint(v), 0, 0, tag);
+                    reinterpret_cast<float*>(p.shared_units)[kHalf * blockIdx.x + lane] = v;
+                }
+                marks.mark(4);
+                continue;
+            }
+            const uint32_t unit = both ? p.chosen * p.units + blockIdx.x / 2 : unit_of(k - 1);
+            if (!both) v = __fmul_rn(v, known().weights[unit / p.units]);
+            send_codes(v, p.sent, unit, tag);
+            if (!both) reinterpret_cast<float*>(p.mid)[32 * unit + lane] = v;
+            if (k == p.each) marks.mark(7);
+            if (i == 1) marks.mark(5);
+            if (i == 2) marks.mark(6);
+        }
+    }
+
+    // A block of 32 units that was sent.
+    struct Sent {
+        uint4 a, b, c;
+        __device__ __forceinline__ void look_at(uint64_t at) { a = look(at), b = look(at + 16), c = look(at + 32); }
+        __device__ __forceinline__ bool there(uint32_t tag) const { return a.w == tag && b.w == tag && c.w == tag; }
+    };
+
+    // Takes the units of all blocks to shared memory: codes, scales, sums of halves. Looks for the first when this block has made
+    // its second, so that nobody looks in vain most of the time.
+    __device__ __forceinline__ void take(const Marks& marks) const {
+        constexpr uint32_t kOf = 32 * kTakers;
+        const uint32_t tag = known().tag, n = (p.chosen + 1) * p.units;
+        uint8_t* codes = smem + p.units_at;
+        uint32_t *scales = reinterpret_cast<uint32_t*>(codes + n / 8 * 272), *sums = scales + n;
+        barrier_wait(multiplied(min(2u, p.each)), 0);
+#pragma unroll 1
+        for (uint32_t k = 0; k <= p.each; ++k) {
+            const uint32_t first = k == 0 ? p.chosen * p.units : unit_of(k - 1) - blockIdx.x, end = first + (k == 0 ? 1 : 2) * p.units;
+            // Two at once.
+#pragma unroll 1
+            for (uint32_t i = first + threadIdx.x - 32 * kTaker; i < end; i += 2 * kOf) {
+                Sent got[2];
+                while (true) {
+                    got[0].look_at(p.sent + 48 * i), got[1].look_at(p.sent + 48 * (i + kOf < end ? i + kOf : i));
+                    if (got[0].there(tag) && got[1].there(tag)) break;
+                    // What is sent comes later where everybody looks all the time.
+                    __nanosleep(64);
+                }
+#pragma unroll
+                for (int s = 0; s < 2; ++s) {
+                    const uint32_t place = i + s * kOf;
+                    if (place >= end) break;
+                    const auto& [a, b, c] = got[s];
+                    uint4* to = reinterpret_cast<uint4*>(codes + place / 8 * 272 + place % 8 * 32);
+                    to[0] = make_uint4(a.x, a.y, a.z, b.x), to[1] = make_uint4(b.y, b.z, c.x, c.y);
+                    const int low = sum_of(a.x, sum_of(a.y, sum_of(a.z, sum_of(b.x, 0))));
+                    const int high = sum_of(b.y, sum_of(b.z, sum_of(c.x, sum_of(c.y, 0))));
+                    scales[place] = c.z, sums[place] = (uint32_t)low & 0xffffu | (uint32_t)high << 16;
+                }
+            }
+            __syncwarp();
+            if (lane == 0) arrive_at(there(k));
+            marks.mark(4 + min(k, 3u));
+        }
+    }
+    static __device__ __forceinline__ int sum_of(uint32_t codes, int sum) { return __dp4a((int)codes, 0x01010101, sum); }
+
+    __device__ __forceinline__ void run() const {
+        const uint32_t role = min(max(warp, kWarps - 1) - (kWarps - 1), 3u);
+        const Marks marks(kMarkExperts, role, role == 0 ? 0 : 32 * (kWarps - 1 + role));
+        if (warp == kBringer) {
+            init_barriers();
+            asm volatile("bar.arrive 2, %0;" ::"n"(kAllThreads) : "memory");
+        } else {
+            copy_patterns(at<uint32_t>(p.table_at), kThreads);
+        }
+        pdl_launch();
+        if (warp == kBringer) {
+            // It knows nothing that others wrote but what this block's other warps say.
+            return bring(marks);
+        }
+        pdl_wait();
+        marks.mark(2);
+        begin(marks);
+        if (warp == kFinisher) return finish(marks);
+        if (warp >= kTaker) {
+            if (blockIdx.x < p.outs) take(marks);
+            return;
+        }
+        float* partials = at<float>(p.partials_at);
+#pragma unroll 1
+        for (uint32_t j = warp; j < 2 * kSharedGroups * tiles; j += kWarps) {
+            const uint32_t c = j / p.shared_tiles, slice = p.up.slice_of(j % tiles, lane);
+            const uint8_t* tile = await(c) + j % p.shared_tiles * kSharedTile;
+            partials[j * kLanes + lane] = dot_shared(tile, slice, smem + p.q_at, smem + p.d_at);
+            leave(c, multiplied(0));
+        }
+        marks.mark(4);
+        const Staged row{smem + p.q_at, smem + p.d_at, nullptr, nullptr, smem + p.table_at};
+        float* to = partials + 2 * (kSharedGroups * tiles + warp) * kLanes + lane;
+#pragma unroll 1
+        for (uint32_t j = warp; j < kUnitGroups * p.each * tiles; j += kWarps, to += 2 * kWarps * kLanes) {
+            const uint32_t group = j / tiles, t = j - group * tiles;
+            const uint8_t* gate = await(of_shared + group) + t * kUpTile;
+            const float2 both = dot_pair<IQ2_XXS, kLanes>(p.up, gate, gate + tiles * kUpTile, t, row);
+            to[0] = both.x, to[kLanes] = both.y;
+            leave(of_shared + group, multiplied(1 + group / kUnitGroups));
+        }
+        marks.mark(5);
+        if (blockIdx.x >= p.outs) return;
+        const uint32_t of_expert = kUnitGroups * down_tiles, slices = p.down.slices, experts = p.chosen + 1;
+        const uint8_t *codes = smem + p.units_at, *scales = codes + experts * slices * 272, *sums = scales + experts * slices * 32;
+        float* products = at<float>(p.products_at);
+        // The shared expert's first.
+#pragma unroll 1
+        for (uint32_t j = warp; j < of_expert * experts; j += kWarps) {
+            const uint32_t part = j / of_expert, k = (part + 1) / 2;
+            barrier_wait(there(k), 0);
+            if (k == p.each) marks.mark(6);
+            float acc;
+            uint32_t c = of_units;
+            if (part == 0) {
+                const uint32_t t = j % down_tiles, slice = p.chosen * slices + p.down.slice_of(t, lane);
+                c += j / down_tiles;
+                acc = dot_shared(await(c) + t * kSharedTile, slice, codes, scales);
+            } else {
+                const uint32_t tile = j - of_expert, in_chunk = tile % (kDownGroups * down_tiles), row = (part - 1) * slices;
+                c += kUnitGroups + tile / (kDownGroups * down_tiles);
+                const uint32_t slice = row + p.down.slice_of(in_chunk % down_tiles, lane);
+                acc = dot_down(await(c) + in_chunk * kDownTile, slice, codes, scales, sums);
+            }
+            products[j * kLanes + lane] = acc;
+            leave(c);
+        }
+        sync();
+        marks.mark(7);
+        float* summed = at<float>(p.sums_at);
+#pragma unroll 1
+        for (uint32_t o = threadIdx.x; o < 32 * experts; o += kThreads) {
+            const uint32_t n = o % 32;
+            summed[o] = total(p.down, products + (o / 32 * of_expert + n / kGroup * down_tiles) * kLanes, down_tiles, kLanes, n % kGroup);
+        }
+        sync();
+        if (warp != 0) return;
+        float sum = 0.0f;
+#pragma unroll 1
+        for (uint32_t e = 0; known().live != 0 && e < p.chosen; ++e) sum = __fadd_rn(sum, summed[32 * (e + 1) + lane]);
+        reinterpret_cast<float*>(p.out)[32 * blockIdx.x + lane] = __fadd_rn(sum, summed[lane]);
+        // Every block has read the number: each has sent a part of what was there.
+        if (blockIdx.x == 0 && lane == 0) *reinterpret_cast<uint32_t*>(p.counts) = known().tag;
+    }
+};
+
+}  // namespace
+
+// So few registers that a block of the gate and one of these can be there together.
+extern "C" __global__ void __maxnreg__(80) arc_matmul_experts_row(const __grid_constant__ ExpertsRow p) {
+    extern __shared__ __align__(128) uint8_t smem[];
+    OneRow(p, smem).run();
+}
+
+}  // namespace arc
