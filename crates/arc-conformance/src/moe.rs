@@ -1,5 +1,6 @@
 //! Routed experts: scores and choice, assignments, gated units and their sum.
 
+use arc_device::cpu::Cpu;
 use arc_device::error::Result as DeviceResult;
 use arc_device::format::Format;
 use arc_device::math::silu;
@@ -40,6 +41,10 @@ struct Case {
     scores: Scores,
     /// Of routed gate and up, routed down, and both of the shared expert.
     formats: [Format; 3],
+    /// Whether rows are nobody's, between two sites.
+    padding: bool,
+    /// Whether the gate chooses again behind the units, between two sites.
+    twice: bool,
 }
 
 impl Case {
@@ -51,11 +56,13 @@ impl Case {
             hashed: false,
             scores: Scores::Usual,
             formats: [Format::Iq2Xxs, Format::Q2K, Format::Q8_0],
+            padding: false,
+            twice: false,
         }
     }
 
     fn name(&self) -> String {
-        let Case { cfg, rows, hashed, scores, formats: [up, down, shared] } = self;
+        let Case { cfg, rows, hashed, scores, formats: [up, down, shared], .. } = self;
         let kind = if *hashed { "hashed" } else { "learned" };
         format!(
             "{}x{}/{} of {} {kind}/{rows} rows/{scores:?}/{} {} {}/{:?}/limit {}",
@@ -365,6 +372,7 @@ pub fn cases(suite: &mut Suite) {
             between_sites(suite, &other, &case)
         });
     }
+    one_launch(suite);
     suite.case("moe/clamps", |suite| clamps(suite, |gate, limit| gate.min(limit)));
     suite.mutant("moe/gate clamped on both sides", |suite| clamps(suite, |gate, limit| gate.clamp(-limit, limit)));
     for (experts, rows) in [(64, 4), (256, 1)] {
@@ -380,6 +388,36 @@ pub fn cases(suite: &mut Suite) {
         });
     }
     suite.measure("moe", perf);
+}
+
+/// One row's experts are one launch where every block has as many units as the next.
+fn one_launch(suite: &mut Suite) {
+    let case = Case::new(1024, 1024, 32, 6, 1);
+    let mut cases = vec![
+        ("some blocks without outputs", case.clone()),
+        ("a table's choice", Case { hashed: true, ..case.clone() }),
+        ("a row that is nobody's", Case { padding: true, ..case.clone() }),
+        ("a NaN", Case { scores: Scores::Faulty, ..case.clone() }),
+        ("a gate behind the units", Case { twice: true, ..case.clone() }),
+        ("16 experts", Case::new(2048, 1024, 32, 16, 1)),
+        ("2 experts", Case::new(4096, 2048, 8, 2, 1)),
+        ("5 experts", Case::new(1024, 1024, 32, 5, 1)),
+    ];
+    let mut clamped = case.clone();
+    clamped.cfg.limit = 0.5;
+    cases.push(("a clamp that bites", clamped));
+    for (what, case) in cases {
+        suite.case(&format!("moe/one launch/{what}"), |suite| between_sites(suite, &case, &case));
+    }
+    let chosen = case.cfg.router.chosen;
+    let ascending: Vec<usize> = (0..=chosen).collect();
+    suite.case("moe/one launch/experts one by one", |suite| summed(suite, &case, &ascending));
+    let mut descending = ascending.clone();
+    descending[..chosen].reverse();
+    suite.mutant("moe/one launch/experts descending", |suite| summed(suite, &case, &descending));
+    let mut shared_first = ascending.clone();
+    shared_first.rotate_right(1);
+    suite.mutant("moe/one launch/the shared expert first", |suite| summed(suite, &case, &shared_first));
 }
 
 /// A choice that takes the higher of two ids where their scores are equal.
@@ -447,12 +485,44 @@ fn run_with<D: Steps + Alloc + Readback + Landing>(dev: &mut D, case: &Case, h: 
 /// site left for them, and the last site reads their sum.
 fn between_sites(suite: &Suite, cpu: &Case, gpu: &Case) -> Verdict {
     let mut pair = suite.pair(limits(cpu.rows, 32));
-    let want = sites(&mut pair.cpu, cpu).map_err(|error| error.to_string())?;
-    let got = sites(&mut pair.gpu, gpu).map_err(|error| error.to_string())?;
+    let want = sites(&mut pair.cpu, cpu, &mut |_, _| Ok(())).map_err(|error| error.to_string())?;
+    let got = sites(&mut pair.gpu, gpu, &mut |_, _| Ok(())).map_err(|error| error.to_string())?;
     all(want.iter().zip(&got).map(|(want, got)| equal_or_nan(want, got)))
 }
 
-fn sites<D: Steps + Alloc + Readback + Landing>(dev: &mut D, case: &Case) -> DeviceResult<[Vec<f32>; 5]> {
+/// The GPU's sum of one row's experts is what the CPU's experts one by one make in this order; the last is the shared one.
+fn summed(suite: &Suite, case: &Case, order: &[usize]) -> Verdict {
+    let ExpertConfig { router: RouterConfig { chosen, .. }, hidden, ffn, .. } = case.cfg;
+    let mut pair = suite.pair(limits(1, 32));
+    let mut parts: Vec<Vec<f32>> = Vec::new();
+    // Units of the others are 0, and so is what they add.
+    let mut alone = |dev: &mut Cpu, bench: &mut Bench<Cpu>| {
+        let (mid, shared) = (read(dev, &bench.work.mid, chosen * ffn)?, read(dev, &bench.work.shared, ffn)?);
+        for e in 0..=chosen {
+            let (mut one, mut last) = (vec![0.0; chosen * ffn], vec![0.0; ffn]);
+            match one.get_mut(e * ffn..(e + 1) * ffn) {
+                Some(units) => units.copy_from_slice(&mid[e * ffn..(e + 1) * ffn]),
+                None => last.copy_from_slice(&shared),
+            }
+            dev.write(&mut bench.work.mid, &one)?;
+            dev.write(&mut bench.work.shared, &last)?;
+            dev.experts_down(&mut bench.out, &bench.work, &bench.weights, &case.cfg, 1)?;
+            parts.push(read(dev, &bench.out, hidden)?);
+        }
+        Ok(())
+    };
+    sites(&mut pair.cpu, case, &mut alone).map_err(|error| error.to_string())?;
+    let [.., got, _] = sites(&mut pair.gpu, case, &mut |_, _| Ok(())).map_err(|error| error.to_string())?;
+    let want: Vec<f32> = (0..hidden).map(|n| order.iter().fold(0.0, |sum, &e| sum + parts[e][n])).collect();
+    equal(&want, &got)
+}
+
+/// `then`: what happens behind the sum of the experts.
+fn sites<D: Steps + Alloc + Readback + Landing>(
+    dev: &mut D,
+    case: &Case,
+    then: &mut dyn FnMut(&mut D, &mut Bench<D>) -> DeviceResult<()>,
+) -> DeviceResult<[Vec<f32>; 6]> {
     let (rows, dim, class) = (case.rows, case.cfg.hidden, MemoryClass::Workspace);
     let mut bench = Bench::new(dev, case)?;
     let mut rng = Rng(21);
@@ -465,9 +535,17 @@ fn sites<D: Steps + Alloc + Readback + Landing>(dev: &mut D, case: &Case) -> Dev
     let x = dev.alloc("streams", class, rows * STREAMS * dim)?;
     let mut streams = Streams { x, mixing: dev.alloc("mixing", class, rows * MIXES)? };
     let mut sum = dev.alloc("sum", class, rows * dim)?;
-    dev.write(&mut streams.x, &rng.values(rows * STREAMS * dim, 1.0))?;
+    let mut values = rng.values(rows * STREAMS * dim, 1.0);
+    if case.scores == Scores::Faulty {
+        values[dim / 3] = f32::NAN;
+    }
+    dev.write(&mut streams.x, &values)?;
     dev.write(&mut streams.mixing, &rng.values(rows * MIXES, 0.5))?;
-    dev.stage(&table(rows))?;
+    let mut delta = table(rows);
+    if case.padding {
+        delta.rows = Some(vec![Row { flags: row_flags::PADDING, ..Row::default() }; rows]);
+    }
+    dev.stage(&delta)?;
     let cfg = HcConfig { dim, iterations: 20, eps: 1e-6, norm_eps: 1e-6 };
     dev.step(stage_key(rows), &mut |dev| {
         let (norm, Bench { weights, work, h, out }) = (Norm { weight: &weight, eps: 1e-6 }, &mut bench);
@@ -475,14 +553,20 @@ fn sites<D: Steps + Alloc + Readback + Landing>(dev: &mut D, case: &Case) -> Dev
         dev.hc_site(h, &mut streams, Incoming::Output(out), &site, &cfg, norm, rows)?;
         dev.ffn_in(work, h, weights, &case.cfg, rows)?;
         dev.experts_up(work, h, weights, &case.cfg, rows)?;
+        if case.twice {
+            dev.ffn_in(work, h, weights, &case.cfg, rows)?;
+        }
         dev.experts_down(&mut sum, work, weights, &case.cfg, rows)?;
-        dev.hc_site(out, &mut streams, Incoming::Output(&sum), &site, &cfg, norm, rows)
+        dev.hc_site(out, &mut streams, Incoming::Output(&sum), &site, &cfg, norm, rows)?;
+        then(dev, &mut bench)
     })?;
     let (x, mixing) = (rows * STREAMS * dim, rows * MIXES);
+    let assigned = read(dev, &bench.work.bounds, case.cfg.router.experts + 1)?[case.cfg.router.experts] as usize;
     Ok([
         read(dev, &streams.x, x)?,
         read(dev, &streams.mixing, mixing)?,
         read(dev, &bench.work.shared, rows * case.cfg.ffn)?,
+        read(dev, &bench.work.mid, assigned.min(rows * case.cfg.router.chosen) * case.cfg.ffn)?,
         read(dev, &sum, rows * dim)?,
         read(dev, &bench.out, rows * dim)?,
     ])
