@@ -27,7 +27,7 @@ enum Scores {
     Usual,
     /// Logits on both sides of 88.7, beyond which an exponential is infinite.
     Wide,
-    /// A few values, each shared by many experts.
+    /// A few values, each shared by many experts, also where the choice ends: `tie`.
     Ties,
     /// A NaN in the first row, an infinity in the last.
     Faulty,
@@ -94,12 +94,10 @@ impl Case {
         let mut rng = Rng(77);
         let mut gate = rng.values(experts * hidden, 1.0 / (hidden as f32).sqrt());
         if self.scores == Scores::Ties {
-            // Every third row is the first, every fifth the second: equal logits, to the bit.
+            // Equal logits, to the bit.
             for e in 0..experts {
-                let from = if e.is_multiple_of(3) { 0 } else { usize::from(e % 5 == 0) };
-                if e % 3 == 0 || e % 5 == 0 {
-                    gate.copy_within(from * hidden..(from + 1) * hidden, e * hidden);
-                }
+                let from = tie(e).0;
+                gate.copy_within(from * hidden..(from + 1) * hidden, e * hidden);
             }
         }
         gate
@@ -107,8 +105,8 @@ impl Case {
 
     fn bias(&self) -> Vec<f32> {
         let mut rng = Rng(5);
-        let spread = if self.scores == Scores::Ties { 0.0 } else { 0.2 };
-        (0..self.cfg.router.experts).map(|_| spread * rng.unit()).collect()
+        let ties = self.scores == Scores::Ties;
+        (0..self.cfg.router.experts).map(|e| if ties { tie(e).1 } else { 0.2 * rng.unit() }).collect()
     }
 
     /// Distinct and repeated experts.
@@ -116,6 +114,17 @@ impl Case {
         let (experts, chosen) = (self.cfg.router.experts, self.cfg.router.chosen);
         let mut rng = Rng(9);
         (0..VOCAB * chosen).map(|i| rng.below(if i % 4 == 0 { 2 } else { experts }) as u32).collect()
+    }
+}
+
+/// Of scores that meet: the expert whose row of the gate expert `e` has, and what is added to its score. A few are ahead of
+/// all others, and behind them are more than can be chosen, all alike.
+fn tie(e: usize) -> (usize, f32) {
+    match e {
+        _ if e % 64 == 31 => (e, 20.0),
+        _ if e.is_multiple_of(3) => (0, 10.0),
+        _ if e.is_multiple_of(5) => (1, 0.0),
+        _ => (e, 0.0),
     }
 }
 
@@ -401,6 +410,13 @@ fn one_launch(suite: &mut Suite) {
         ("a gate behind the units", Case { twice: true, ..case.clone() }),
         ("16 experts", Case::new(2048, 1024, 32, 16, 1)),
         ("2 experts", Case::new(4096, 2048, 8, 2, 1)),
+        ("scores choose", Case::new(4096, 2048, 32, 6, 1)),
+        ("equal scores", Case { scores: Scores::Ties, ..Case::new(4096, 2048, 32, 6, 1) }),
+        ("a table's choice of 4096 values", Case { hashed: true, ..Case::new(4096, 2048, 32, 6, 1) }),
+        ("a NaN among 4096 values", Case { scores: Scores::Faulty, ..Case::new(4096, 2048, 32, 6, 1) }),
+        ("4096 values that are nobody's", Case { padding: true, ..Case::new(4096, 2048, 32, 6, 1) }),
+        ("something between units and sum", Case { twice: true, ..Case::new(4096, 2048, 32, 6, 1) }),
+        ("16 of 40 experts", Case::new(4096, 2048, 40, 16, 1)),
         ("5 experts", Case::new(1024, 1024, 32, 5, 1)),
     ];
     let mut clamped = case.clone();
@@ -409,6 +425,16 @@ fn one_launch(suite: &mut Suite) {
     for (what, case) in cases {
         suite.case(&format!("moe/one launch/{what}"), |suite| between_sites(suite, &case, &case));
     }
+    let ties = Case { scores: Scores::Ties, ..Case::new(4096, 2048, 32, 6, 1) };
+    suite.mutant("moe/one launch/of equal scores the higher id", |suite| {
+        let mut pair = suite.pair(limits(1, 32));
+        let (cpu, gpu) = (&mut pair.cpu, &mut pair.gpu);
+        let [.., want, _, _, _] = sites(cpu, &ties, &mut |_, _| Ok(())).map_err(|error| error.to_string())?;
+        let [.., got, _, _, _] = sites(gpu, &ties, &mut |_, _| Ok(())).map_err(|error| error.to_string())?;
+        let mut ids: Vec<u32> = want[..6].iter().map(|&id| id as u32).collect();
+        higher(&mut ids, 32);
+        equal(&ids, &got[..6].iter().map(|&id| id as u32).collect::<Vec<_>>())
+    });
     let chosen = case.cfg.router.chosen;
     let ascending: Vec<usize> = (0..=chosen).collect();
     suite.case("moe/one launch/experts one by one", |suite| summed(suite, &case, &ascending));
@@ -423,26 +449,22 @@ fn one_launch(suite: &mut Suite) {
 /// A choice that takes the higher of two ids where their scores are equal.
 fn higher_id(suite: &Suite, case: &Case) -> Verdict {
     let [mut want, got] = both(suite, case)?;
-    let (experts, score) = (case.cfg.router.experts, |e: usize| {
-        if e.is_multiple_of(3) {
-            0
-        } else if e.is_multiple_of(5) {
-            1
-        } else {
-            e
-        }
-    });
     for ids in want.ids.chunks_exact_mut(case.cfg.router.chosen) {
-        // The last of the experts that share a chosen one's score, as far as it is not chosen too.
-        for i in (0..ids.len()).rev() {
-            let same = (0..experts).rev().find(|&e| score(e) == score(ids[i] as usize) && !ids.contains(&(e as u32)));
-            if let Some(e) = same {
-                ids[i] = e as u32;
-            }
-        }
-        ids.sort_unstable();
+        higher(ids, case.cfg.router.experts);
     }
     compare(&want, &got)
+}
+
+/// Takes the last of the experts that share a chosen one's score, as far as it is not chosen too.
+fn higher(ids: &mut [u32], experts: usize) {
+    for i in (0..ids.len()).rev() {
+        let score = tie(ids[i] as usize).0;
+        let same = |e: &usize| tie(*e).0 == score && !ids.contains(&(*e as u32));
+        if let Some(e) = (ids[i] as usize..experts).rev().find(same) {
+            ids[i] = e as u32;
+        }
+    }
+    ids.sort_unstable();
 }
 
 fn invariant(suite: &Suite) -> Verdict {
@@ -517,12 +539,13 @@ fn summed(suite: &Suite, case: &Case, order: &[usize]) -> Verdict {
     equal(&want, &got)
 }
 
-/// `then`: what happens behind the sum of the experts.
+/// The streams, their mixing values, units of the shared expert, the choice, other units, their sum, and what the last site
+/// leaves. `then`: what happens behind the sum of the experts.
 fn sites<D: Steps + Alloc + Readback + Landing>(
     dev: &mut D,
     case: &Case,
     then: &mut dyn FnMut(&mut D, &mut Bench<D>) -> DeviceResult<()>,
-) -> DeviceResult<[Vec<f32>; 6]> {
+) -> DeviceResult<[Vec<f32>; 7]> {
     let (rows, dim, class) = (case.rows, case.cfg.hidden, MemoryClass::Workspace);
     let mut bench = Bench::new(dev, case)?;
     let mut rng = Rng(21);
@@ -554,18 +577,27 @@ fn sites<D: Steps + Alloc + Readback + Landing>(
         dev.ffn_in(work, h, weights, &case.cfg, rows)?;
         dev.experts_up(work, h, weights, &case.cfg, rows)?;
         if case.twice {
-            dev.ffn_in(work, h, weights, &case.cfg, rows)?;
+            // Of inputs that nobody has left.
+            let cfg = ExpertConfig { inputs: Inputs::Fp8, ..case.cfg };
+            dev.ffn_in(work, h, weights, &cfg, rows)?;
         }
         dev.experts_down(&mut sum, work, weights, &case.cfg, rows)?;
         dev.hc_site(out, &mut streams, Incoming::Output(&sum), &site, &cfg, norm, rows)?;
         then(dev, &mut bench)
     })?;
-    let (x, mixing) = (rows * STREAMS * dim, rows * MIXES);
-    let assigned = read(dev, &bench.work.bounds, case.cfg.router.experts + 1)?[case.cfg.router.experts] as usize;
+    let (x, mixing, chosen) = (rows * STREAMS * dim, rows * MIXES, rows * case.cfg.router.chosen);
+    let bounds = read(dev, &bench.work.bounds, case.cfg.router.experts + 1)?;
+    let assigned = bounds[case.cfg.router.experts] as usize;
+    let mut choice = read(dev, &bench.work.ids, chosen)?;
+    choice.extend(read(dev, &bench.work.order, assigned.min(chosen))?);
+    choice.extend(bounds);
+    let mut choice: Vec<f32> = choice.into_iter().map(|word| word as f32).collect();
+    choice.extend(read(dev, &bench.work.weights, chosen)?);
     Ok([
         read(dev, &streams.x, x)?,
         read(dev, &streams.mixing, mixing)?,
         read(dev, &bench.work.shared, rows * case.cfg.ffn)?,
+        choice,
         read(dev, &bench.work.mid, assigned.min(rows * case.cfg.router.chosen) * case.cfg.ffn)?,
         read(dev, &sum, rows * dim)?,
         read(dev, &bench.out, rows * dim)?,
@@ -628,4 +660,21 @@ fn figures(gpu: &mut arc_device::cuda::Cuda, case: &Case) -> DeviceResult<String
     let up = gpu.bench(stage_key(rows), 20, &mut |dev| dev.experts_up(work, h, weights, cfg, rows))?;
     let down = gpu.bench(stage_key(rows), 20, &mut |dev| dev.experts_down(out, work, weights, cfg, rows))?;
     Ok(format!("{rows}: {ins:.2} {up:.2} {down:.2}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The choice ends among equal scores, so that the mutant differs.
+    #[test]
+    fn ties_tell_the_lower_id_from_the_higher() {
+        for experts in [32, 64, 256] {
+            let case = Case { scores: Scores::Ties, ..Case::new(1024, 256, experts, 6, 1) };
+            let left = run(&mut Cpu::new(2, limits(1, 32)), &case).expect("it runs");
+            let mut ids = left.ids.clone();
+            higher(&mut ids, experts);
+            assert_ne!(ids, left.ids, "{experts} experts");
+        }
+    }
 }
