@@ -215,12 +215,16 @@ impl Driver {
         check("cuDeviceGetAttribute", image, unsafe { sys::cuDeviceGetAttribute(&mut limit, most, self.device) })?;
         let dynamic = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         let wide = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED;
-        // SAFETY: sets how much a launch may ask for; nothing is launched.
+        let carveout = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+        // SAFETY: sets how much a launch may ask for, and what it prefers; nothing is launched.
         unsafe {
             check("cuFuncSetAttribute", image, sys::cuFuncSetAttribute(function, dynamic, limit - fixed))?;
             if self.capability >= 90 {
                 check("cuFuncSetAttribute", image, sys::cuFuncSetAttribute(function, wide, 1))?;
             }
+            // A block that needs little shared memory would leave L1 most of a multiprocessor's, and one that needs much
+            // would wait until there is none of it left.
+            check("cuFuncSetAttribute", image, sys::cuFuncSetAttribute(function, carveout, 100))?;
         }
         self.functions[at] = function;
         Ok(())
