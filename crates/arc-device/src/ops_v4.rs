@@ -337,8 +337,8 @@ pub trait OpsV4: Ops {
         rows: usize,
     ) -> Result<()>;
 
-    /// Scores and choice of experts, the step's assignments, and the shared expert's gated unit, which may be left to
-    /// `experts_up`. Scores and choice are exact. `h`: `[rows, hidden]`.
+    /// Scores and choice of experts, the step's assignments, and the shared expert's gated unit; all of it may be left to the
+    /// next two stages. Scores and choice are exact. `h`: `[rows, hidden]`.
     fn ffn_in(
         &mut self,
         ws: &mut ExpertWork<Self>,

@@ -1,4 +1,4 @@
-// The experts of one row in one launch, the shared one too: gated units, and their sum.
+// The gate and the experts of one row in one launch, the shared one too: choice, gated units, and their sum.
 //
 // A block makes a unit of every two of the chosen experts, one after the other, and half of one of the shared expert; then it
 // sums 32 outputs of all of them. Units go to all blocks as they are made, so that most are there when a block has made its
@@ -9,6 +9,7 @@
 //
 // First matrices are IQ2_XXS and second ones Q2_K, the shared expert's Q8_0; groups have 8 rows. Exact, since all sums are
 // those of experts.cuh.
+#include "../router/one.cuh"
 #include "exchange.cuh"
 #include "experts.cuh"
 
@@ -19,6 +20,7 @@ namespace {
 // Warps that multiply. Behind them: one brings chunks, one finishes units and sends them, others take those of all blocks.
 constexpr uint32_t kWarps = 16, kThreads = 32 * kWarps, kBringer = kWarps, kFinisher = kWarps + 1, kTaker = kWarps + 2, kTakers = 2;
 constexpr uint32_t kAllThreads = 32 * (kTaker + kTakers);
+static_assert(kWarps == router::kOneWarps);
 constexpr uint32_t kGroup = 8;  // rows of a group
 // Groups of the shared expert that a block takes, and of 32 outputs.
 constexpr uint32_t kSharedGroups = 2, kUnitGroups = 4;
@@ -48,7 +50,7 @@ struct ExpertsRow {
     uint64_t base, part_bytes, up_at;         // the first expert's gate; from one to the next; from a gate to its up
     uint64_t shared, shared_up_at;            // the shared expert's gate; from it to the up
     uint64_t down_base, down_bytes, shared_down;  // the first expert's second; from one to the next; the shared one's
-    uint64_t ids, weights, infos;
+    uint64_t infos;
     uint64_t q, d;                            // the row as int8, and scales
     uint64_t mid, shared_units, out;          // units of the chosen experts and of the shared one, and the sum: f32
     uint64_t counts;                          // a number that is another in every launch
@@ -61,14 +63,14 @@ struct ExpertsRow {
     uint32_t pad;
     Chunk chunks[kMostChunks];
 };
-static_assert(sizeof(ExpertsRow) == 240 + 8 * kMostChunks);
+static_assert(sizeof(ExpertsRow) == 224 + 8 * kMostChunks);
 
-// What a block knows of the row once the gate has chosen.
+// What a block knows of the row, and what it shares of the gate.
 struct Known {
+    router::GateParts gate;
     uint32_t live, tag;  // the number of the launch
-    uint32_t ids[kMostChosen];
-    float weights[kMostChosen];
 };
+static_assert(sizeof(Known) <= 1536 && kMostChosen == router::kMaxChosen);
 
 struct OneRow {
     const ExpertsRow& p;
@@ -92,8 +94,9 @@ struct OneRow {
     // blocks are there.
     __device__ __forceinline__ uint64_t* multiplied(uint32_t k) const { return full(2 * kMostChunks + k); }
     __device__ __forceinline__ uint64_t* there(uint32_t k) const { return multiplied(1 + kMostEach + k); }
-    // That what has to be known is known.
-    __device__ __forceinline__ uint64_t* begun() const { return there(1 + kMostEach); }
+    // That the experts are known, and their weights.
+    __device__ __forceinline__ uint64_t* chosen() const { return there(1 + kMostEach); }
+    __device__ __forceinline__ uint64_t* weighed() const { return chosen() + 1; }
 
     __device__ __forceinline__ void arrive_at(uint64_t* bar) const {
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_at(bar)) : "memory");
@@ -112,7 +115,7 @@ struct OneRow {
             const uint32_t first = c < of_shared ? p.shared_tiles : tiles, second = c < of_units + kUnitGroups ? 1 : kDownGroups;
             init(empty(c), c < of_units ? first : second * down_tiles);
         }
-        if (lane == 0) init(begun(), 1);
+        if (lane == 0) init(chosen(), 1), init(weighed(), 1);
         if (lane <= p.each) init(multiplied(lane), kUnitGroups * tiles), init(there(lane), kTakers);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         __syncwarp();
@@ -125,7 +128,7 @@ struct OneRow {
 #pragma unroll 1
         for (uint32_t first = 0, end; first < all; first = end) {
             if (first == of_shared) {
-                barrier_wait(begun(), 0);
+                barrier_wait(chosen(), 0);
                 marks.mark(2);
             }
             end = min(first + 32, first < of_shared ? of_shared : all);
@@ -145,14 +148,14 @@ struct OneRow {
             } else if (pairs) {
                 const uint32_t i = c - of_shared, unit = unit_of(i / kUnitGroups), e = unit / p.units;
                 const uint32_t group = (unit - e * p.units) * kUnitGroups + i % kUnitGroups;
-                from = p.base + known().ids[e] * p.part_bytes + (size_t)group * pair;
+                from = p.base + known().gate.contest.ids[e] * p.part_bytes + (size_t)group * pair;
                 bytes = pair, due = known().live != 0;
             } else if (c < of_units + kUnitGroups) {
                 from = p.shared_down + (size_t)(blockIdx.x * kUnitGroups + c - of_units) * shared;
                 bytes = shared;
             } else {
                 const uint32_t i = c - of_units - kUnitGroups, group = blockIdx.x * kUnitGroups + i % kDownChunks * kDownGroups;
-                from = p.down_base + known().ids[i / kDownChunks] * p.down_bytes + (size_t)group * down;
+                from = p.down_base + known().gate.contest.ids[i / kDownChunks] * p.down_bytes + (size_t)group * down;
                 bytes = kDownGroups * down, due = known().live != 0;
             }
             uint8_t* to = smem + p.ring_at + chunk.at;
@@ -194,12 +197,9 @@ struct OneRow {
     // The k-th unit of this block, among those of all experts.
     __device__ __forceinline__ uint32_t unit_of(uint32_t k) const { return 2 * p.units * k + blockIdx.x; }
 
-    // What has to be known and there before anything is multiplied: by all warps but the one that brings weights.
-    __device__ __forceinline__ void begin(const Marks& marks) const {
-        if (threadIdx.x < p.chosen) {
-            known().ids[threadIdx.x] = __ldcg(reinterpret_cast<const uint32_t*>(p.ids) + threadIdx.x);
-            known().weights[threadIdx.x] = __ldcg(reinterpret_cast<const float*>(p.weights) + threadIdx.x);
-        }
+    // What has to be known and there before anything is multiplied, and the scores of this block's experts: by all warps but the
+    // one that brings weights.
+    __device__ __forceinline__ void begin(const router::Gate& gate, const router::GateRow& row, const Marks& marks) const {
         if (threadIdx.x == kThreads - 1) {
             known().live = __ldcg(reinterpret_cast<const uint32_t*>(p.infos));
             known().tag = __ldcg(reinterpret_cast<const uint32_t*>(p.counts)) + 1;
@@ -213,10 +213,33 @@ struct OneRow {
                 copy16(smem + p.d_at + 16 * (i - wide), reinterpret_cast<const uint8_t*>(p.d) + 16 * (i - wide));
             }
         }
+        row.dot(gate, known().gate.sums);
         copies_landed();
         asm volatile("bar.sync 2, %0;" ::"n"(kAllThreads) : "memory");
-        if (threadIdx.x == 0) arrive_at(begun());
+        router::post_scores(gate, known().gate.sums, known().tag);
         marks.mark(3);
+    }
+
+    // Chooses, by a warp. `named`: the experts are known.
+    __device__ __forceinline__ void choose(const router::Gate& gate, router::Choosing& choosing, bool named) const {
+        const Marks marks(kMarkChooser, 1, 32 * kTaker);
+        marks.mark(2);
+        const uint32_t tag = known().tag;
+        router::Contest& contest = known().gate.contest;
+        if (!named) {
+            choosing.take(tag);
+            marks.mark(3);
+            choosing.choose();
+        }
+        if (lane == 0) arrive_at(chosen());
+        marks.mark(4);
+        if (named) {
+            choosing.take(tag);
+            router::score_named(contest, choosing.scores, gate.chosen);
+        }
+        router::weigh(contest, choosing.faulty, gate.chosen, gate.scale);
+        if (lane == 0) arrive_at(weighed());
+        if (blockIdx.x == p.units) choosing.leave();
     }
 
     // A lane's slice of a tile of Q8_0.
@@ -308,7 +331,10 @@ struct OneRow {
                 continue;
             }
             const uint32_t unit = both ? p.chosen * p.units + blockIdx.x / 2 : unit_of(k - 1);
-            if (!both) v = __fmul_rn(v, known().weights[unit / p.units]);
+            if (!both) {
+                barrier_wait(weighed(), 0);
+                v = __fmul_rn(v, known().gate.contest.weights[unit / p.units]);
+            }
             send_codes(v, p.sent, unit, tag);
             if (!both) reinterpret_cast<float*>(p.mid)[32 * unit + lane] = v;
             if (k == p.each) marks.mark(7);
@@ -364,7 +390,7 @@ struct OneRow {
     }
     static __device__ __forceinline__ int sum_of(uint32_t codes, int sum) { return __dp4a((int)codes, 0x01010101, sum); }
 
-    __device__ __forceinline__ void run() const {
+    __device__ __forceinline__ void run(const router::Gate& gate) const {
         const uint32_t role = min(max(warp, kWarps - 1) - (kWarps - 1), 3u);
         const Marks marks(kMarkExperts, role, role == 0 ? 0 : 32 * (kWarps - 1 + role));
         if (warp == kBringer) {
@@ -378,11 +404,20 @@ struct OneRow {
             // It knows nothing that others wrote but what this block's other warps say.
             return bring(marks);
         }
+        const router::GateRow of_gate(gate);
         pdl_wait();
         marks.mark(2);
-        begin(marks);
+        router::Choosing choosing(gate, known().gate.contest);
+        bool named = false;
+        if (warp == kTaker) named = choosing.named();
+        begin(gate, of_gate, marks);
         if (warp == kFinisher) return finish(marks);
         if (warp >= kTaker) {
+            if (warp == kTaker) choose(gate, choosing, named);
+            // What the site before has put off.
+            if (warp == kTaker + 1 && blockIdx.x == p.units && gate.mixing != 0) {
+                hc::settle(reinterpret_cast<float*>(gate.mixing), gate.iterations, gate.eps);
+            }
             if (blockIdx.x < p.outs) take(marks);
             return;
         }
@@ -400,8 +435,8 @@ struct OneRow {
 #pragma unroll 1
         for (uint32_t j = warp; j < kUnitGroups * p.each * tiles; j += kWarps, to += 2 * kWarps * kLanes) {
             const uint32_t group = j / tiles, t = j - group * tiles;
-            const uint8_t* gate = await(of_shared + group) + t * kUpTile;
-            const float2 both = dot_pair<IQ2_XXS, kLanes>(p.up, gate, gate + tiles * kUpTile, t, row);
+            const uint8_t* low = await(of_shared + group) + t * kUpTile;
+            const float2 both = dot_pair<IQ2_XXS, kLanes>(p.up, low, low + tiles * kUpTile, t, row);
             to[0] = both.x, to[kLanes] = both.y;
             leave(of_shared + group, multiplied(1 + group / kUnitGroups));
         }
@@ -452,10 +487,10 @@ struct OneRow {
 
 }  // namespace
 
-// So few registers that a block of the gate and one of these can be there together.
-extern "C" __global__ void __maxnreg__(80) arc_matmul_experts_row(const __grid_constant__ ExpertsRow p) {
+extern "C" __global__ void __launch_bounds__(kAllThreads, 1)
+    arc_matmul_experts_row(const __grid_constant__ ExpertsRow p, const __grid_constant__ router::Gate gate) {
     extern __shared__ __align__(128) uint8_t smem[];
-    OneRow(p, smem).run();
+    OneRow(p, smem).run(gate);
 }
 
 }  // namespace arc

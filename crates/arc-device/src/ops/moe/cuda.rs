@@ -12,7 +12,7 @@ use crate::{MemoryClass, ModelShape};
 pub(crate) struct Workspace {
     /// `[rows * chosen, hidden]`: what every assignment adds to its row.
     products: Option<CudaBuf<f32>>,
-    /// The address of the shared expert's units, which the next `up` computes along.
+    /// The address of the shared expert's units, which the next `up` computes along, behind the gate.
     due: Option<u64>,
 }
 
@@ -41,10 +41,10 @@ pub(crate) fn ffn_in(
     let from = Source::of(h, cfg.hidden).rounded(cfg.inputs);
     let along = dev.takes_all(&all(w), from, &assigned(ws, cfg, rows))?;
     dev.moe.due = along.then_some(ws.shared.ptr());
-    router::cuda::choose(dev, ws, h, w, cfg, rows)?;
     if along {
         return Ok(());
     }
+    router::cuda::choose(dev, ws, h, w, cfg, rows)?;
     let out = Out { at: ws.shared.ptr(), stride: cfg.ffn, then: Then::ClampedSilu { limit: cfg.limit } };
     dev.product_of(&w.shared_up, from, out, rows)
 }
@@ -68,7 +68,7 @@ pub(crate) fn up(
         by_assignment: products(dev, cfg, rows),
         down: &w.down,
         next: Source::of(&ws.mid, cfg.ffn).rounded(cfg.inputs),
-        all: due.map(|at| (all(w), at)),
+        all: due.map(|at| (router::cuda::gate(dev, ws, h, w, cfg, rows), all(w), at)),
     };
     if dev.experts_up(&w.up, from, &units, &to)? {
         return Ok(());

@@ -12,6 +12,9 @@ use crate::{MemoryClass, ModelShape};
 const FEW_ROWS: usize = 8;
 /// Experts of which it can choose; of one row, among exactly so many, a kernel of its own does.
 const FEW_EXPERTS: usize = 256;
+/// Experts of which the kernel of one row's experts can choose, and warps of its blocks that have a chunk of one's row each.
+pub(crate) const ONE_EXPERTS: usize = FEW_EXPERTS;
+pub(crate) const ONE_WARPS: usize = 16;
 /// Rows of a tile of scores.
 const TILE_ROWS: usize = 16;
 /// Rows from which tiles have 32 experts instead of 8. Measured.
@@ -27,7 +30,33 @@ pub(crate) struct Workspace {
     done: Option<CudaBuf<u32>>,
     /// Scores of one row on their way; 0 between launches.
     posts: Option<CudaBuf<u32>>,
+    /// The same in the kernel of its experts, each with the number of its launch.
+    numbered: Option<CudaBuf<u32>>,
 }
+
+/// A step's gate: `Gate` of one.cuh.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Gate {
+    h: u64,
+    gate: u64,
+    table: u64,
+    bias: u64,
+    posts: u64,
+    ids: u64,
+    weights: u64,
+    order: u64,
+    bounds: u64,
+    infos: u64,
+    mixing: u64,
+    experts: u32,
+    chosen: u32,
+    chunks: u32,
+    scale: f32,
+    iterations: u32,
+    eps: f32,
+}
+const _: () = assert!(size_of::<Gate>() == 112);
 
 impl Workspace {
     /// For the largest step and the most experts. Only models that gather have experts.
@@ -40,6 +69,7 @@ impl Workspace {
             scores: Some(dev.take("scores", MemoryClass::Workspace, len)?),
             done: Some(dev.take("scores", MemoryClass::Workspace, 1)?),
             posts: Some(dev.take("scores", MemoryClass::Workspace, FEW_EXPERTS)?),
+            numbered: Some(dev.take("scores", MemoryClass::Workspace, 2 * ONE_EXPERTS)?),
         })
     }
 }
@@ -55,6 +85,95 @@ fn few(hidden: usize, experts: usize, rows: usize) -> Option<(Kernel, u32)> {
     }
 }
 
+/// Addresses of the table that chooses, or of what is added to scores.
+fn choice(w: &ExpertWeights<Cuda>) -> (u64, u64) {
+    match &w.router {
+        RouterWeights::Hashed(table) => (table.ptr(), 0),
+        RouterWeights::Learned(bias) => (0, bias.ptr()),
+    }
+}
+
+fn check(ws: &ExpertWork<Cuda>, h: &CudaBuf<f32>, w: &ExpertWeights<Cuda>, cfg: &ExpertConfig, rows: usize) {
+    let (hidden, experts, chosen) = (cfg.hidden, cfg.router.experts, cfg.router.chosen);
+    assert!(experts <= MAX_EXPERTS && chosen <= MAX_CHOSEN.min(experts), "{chosen} of {experts} experts");
+    assert!(w.gate.len() == experts * hidden && h.len() >= rows * hidden, "a gate of {experts} x {hidden}");
+    assert!(ws.ids.len() >= rows * chosen && ws.weights.len() >= rows * chosen, "choices of {rows} rows");
+    assert!(ws.order.len() >= rows * chosen && ws.bounds.len() > experts, "assignments of {rows} rows");
+}
+
+/// What a kernel over few rows needs to choose, and to do what the site before has put off.
+pub(crate) fn gate(
+    dev: &mut Cuda,
+    ws: &ExpertWork<Cuda>,
+    h: &CudaBuf<f32>,
+    w: &ExpertWeights<Cuda>,
+    cfg: &ExpertConfig,
+    rows: usize,
+) -> Gate {
+    check(ws, h, w, cfg, rows);
+    let (table, bias) = choice(w);
+    let pending = hc::cuda::take_pending(dev);
+    assert!(pending.is_none_or(|pending| pending.rows as usize == rows), "a site and a gate over different rows");
+    let (mixing, iterations, eps) = pending.map_or((0, 0, 0.0), |p| (p.mixing, p.iterations, p.eps));
+    let posts = dev.router.numbered.as_ref().expect("`finish` was told that the model gathers").ptr();
+    Gate {
+        h: h.ptr(),
+        gate: w.gate.ptr(),
+        table,
+        bias,
+        posts,
+        ids: ws.ids.ptr(),
+        weights: ws.weights.ptr(),
+        order: ws.order.ptr(),
+        bounds: ws.bounds.ptr(),
+        infos: dev.view().infos(),
+        mixing,
+        experts: cfg.router.experts as u32,
+        chosen: cfg.router.chosen as u32,
+        chunks: (cfg.hidden / SUM_CHUNK) as u32,
+        scale: cfg.router.scale,
+        iterations,
+        eps,
+    }
+}
+
+/// Chooses experts of few rows by a kernel of its own.
+pub(crate) fn choose_few(dev: &mut Cuda, gate: &Gate, rows: usize) -> Result<()> {
+    let (scores, done) = scores(dev, rows * gate.experts as usize);
+    let hidden = gate.chunks as usize * SUM_CHUNK;
+    let (kernel, per) = few(hidden, gate.experts as usize, rows).expect("few rows of few chunks");
+    let Gate { h, gate: from, table, bias, ids, weights, order, bounds, infos, mixing, .. } = *gate;
+    let Gate { experts, chosen, scale, iterations, eps, .. } = *gate;
+    let blocks = experts.div_ceil(per) + u32::from(mixing != 0);
+    if rows == 1 && experts as usize == FEW_EXPERTS {
+        let kernel = match per {
+            8 => kernel!("arc_router_one_1"),
+            4 => kernel!("arc_router_one_2"),
+            _ => kernel!("arc_router_one_4"),
+        };
+        let posts = dev.router.posts.as_ref().map_or(0, CudaBuf::ptr);
+        #[rustfmt::skip]
+        let args: &[Arg<'_>] = args![
+            ids, weights, order, bounds, posts, h, from, table, bias, infos, chosen, scale, mixing, iterations, eps,
+        ];
+        return dev.launch(kernel, Grid::new(blocks + 1, THREADS), args);
+    }
+    let n = rows as u32;
+    #[rustfmt::skip]
+    let args: &[Arg<'_>] = args![
+        ids, weights, order, bounds, scores, done, h, from, table, bias, infos, experts, chosen, scale, n, mixing, iterations, eps,
+    ];
+    dev.launch(kernel, Grid::new(blocks, THREADS), args)
+}
+
+/// Where scores go, and a counter.
+fn scores(dev: &Cuda, len: usize) -> (u64, u64) {
+    let own = dev.router.scores.as_ref().zip(dev.router.done.as_ref());
+    let (scores, done) = own.expect("`finish` was told that the model gathers");
+    assert!(scores.len() >= len, "{len} scores");
+    (scores.ptr(), done.ptr())
+}
+
 /// Chooses experts and sorts assignments: `ws.ids`, `ws.weights`, `ws.order`, `ws.bounds`. `h`: `[rows, hidden]`.
 pub(crate) fn choose(
     dev: &mut Cuda,
@@ -65,47 +184,16 @@ pub(crate) fn choose(
     rows: usize,
 ) -> Result<()> {
     let (hidden, experts, chosen) = (cfg.hidden, cfg.router.experts, cfg.router.chosen);
-    assert!(experts <= MAX_EXPERTS && chosen <= MAX_CHOSEN.min(experts), "{chosen} of {experts} experts");
-    assert!(w.gate.len() == experts * hidden && h.len() >= rows * hidden, "a gate of {experts} x {hidden}");
-    assert!(ws.ids.len() >= rows * chosen && ws.weights.len() >= rows * chosen, "choices of {rows} rows");
-    assert!(ws.order.len() >= rows * chosen && ws.bounds.len() > experts, "assignments of {rows} rows");
-    let (table, bias) = match &w.router {
-        RouterWeights::Hashed(table) => (table.ptr(), 0),
-        RouterWeights::Learned(bias) => (0, bias.ptr()),
-    };
-    let (scores, done) = {
-        let own = dev.router.scores.as_ref().zip(dev.router.done.as_ref());
-        let (scores, done) = own.expect("`finish` was told that the model gathers");
-        assert!(scores.len() >= rows * experts, "scores of {rows} rows");
-        (scores.ptr(), done.ptr())
-    };
+    if few(hidden, experts, rows).is_some() {
+        let gate = gate(dev, ws, h, w, cfg, rows);
+        return choose_few(dev, &gate, rows);
+    }
+    check(ws, h, w, cfg, rows);
+    let (table, bias) = choice(w);
+    let (scores, _) = scores(dev, rows * experts);
     let (ids, weights, order, bounds) = (ws.ids.ptr(), ws.weights.ptr(), ws.order.ptr(), ws.bounds.ptr());
     let (h, gate, infos, scale) = (h.ptr(), w.gate.ptr(), dev.view().infos(), cfg.router.scale);
     let (n, width, of, most) = (rows as u32, hidden as u32, experts as u32, chosen as u32);
-    if let Some((kernel, per)) = few(hidden, experts, rows) {
-        let pending = hc::cuda::take_pending(dev);
-        let (mixing, iterations, eps) = pending.map_or((0, 0, 0.0), |p| (p.mixing, p.iterations, p.eps));
-        assert!(pending.is_none_or(|pending| pending.rows == n), "a site and a gate over different rows");
-        let blocks = of.div_ceil(per) + u32::from(pending.is_some());
-        if rows == 1 && experts == FEW_EXPERTS {
-            let kernel = match per {
-                8 => kernel!("arc_router_one_1"),
-                4 => kernel!("arc_router_one_2"),
-                _ => kernel!("arc_router_one_4"),
-            };
-            let posts = dev.router.posts.as_ref().map_or(0, CudaBuf::ptr);
-            #[rustfmt::skip]
-            let args: &[Arg<'_>] = args![
-                ids, weights, order, bounds, posts, h, gate, table, bias, infos, most, scale, mixing, iterations, eps,
-            ];
-            return dev.launch(kernel, Grid::new(blocks + 1, THREADS), args);
-        }
-        #[rustfmt::skip]
-        let args: &[Arg<'_>] = args![
-            ids, weights, order, bounds, scores, done, h, gate, table, bias, infos, of, most, scale, n, mixing, iterations, eps,
-        ];
-        return dev.launch(kernel, Grid::new(blocks, THREADS), args);
-    }
     if hidden.is_multiple_of(SUM_CHUNK) {
         let (kernel, wide, threads) = match rows >= WIDE_ROWS {
             true => (kernel!("arc_router_scores_32"), 32, 2 * THREADS),

@@ -16,7 +16,7 @@ using namespace arc::router;
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kFewRows = 8, kFewExperts = kBlockExperts;
+constexpr int kFewRows = 8, kFewExperts = kOneExperts;
 
 // Experts of a row by one warp, from its scores.
 template <typename Bias>
@@ -139,7 +139,7 @@ __device__ __forceinline__ void router_one(unsigned* ids, float* weights, unsign
                                            const float* h, const float* gate, const unsigned* table, const float* bias,
                                            const RowInfo* infos, unsigned chosen, float scale, float* mixing,
                                            unsigned iterations, float eps) {
-    constexpr int kExperts = kWarps / CHUNKS, kHidden = CHUNKS * kSumChunk, kBlocks = kBlockExperts / kExperts;
+    constexpr int kExperts = kWarps / CHUNKS, kHidden = CHUNKS * kSumChunk, kBlocks = kOneExperts / kExperts;
     __shared__ float sums[kExperts][CHUNKS];
     __shared__ Contest contest;
     pdl_launch();
@@ -168,19 +168,39 @@ __device__ __forceinline__ void router_one(unsigned* ids, float* weights, unsign
         marks.mark(4);
     } else if (blockIdx.x == kBlocks) {
         const Marks marks(kMarkChooser);
-        const float own_bias = table != nullptr ? 0.0f : __ldg(bias + t);
+        if (warp != 0) return pdl_wait();
+        float scores[kLaneExperts], own_bias[kLaneExperts];
+#pragma unroll
+        for (int i = 0; i < kLaneExperts; ++i) own_bias[i] = table != nullptr ? 0.0f : __ldg(bias + lane + 32 * i);
         pdl_wait();
         marks.mark(2);
         const uint2* info = reinterpret_cast<const uint2*>(infos);
         const bool live = __ldcg(info).x != 0;
-        if (table != nullptr && t < (int)chosen) contest.picks[t] = __ldg(table + (size_t)__ldcg(info + 1).y * chosen + t);
-        unsigned word;
+        unsigned pick = 0;
+        if (table != nullptr && lane < (int)chosen) pick = __ldg(table + (size_t)__ldcg(info + 1).y * chosen + lane);
+        bool there, faulty = false;
         do {
-            asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(posts + t) : "memory");
-        } while (word == 0);
-        posts[t] = 0;
+            there = true;
+#pragma unroll
+            for (int i = 0; i < kLaneExperts; ++i) {
+                unsigned word;
+                asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(posts + lane + 32 * i) : "memory");
+                there &= word != 0;
+                scores[i] = score_of(word);
+            }
+        } while (!there);
+#pragma unroll
+        for (int i = 0; i < kLaneExperts; ++i) posts[lane + 32 * i] = 0, faulty |= scores[i] != scores[i];
+        faulty = __any_sync(kFullWarp, faulty);
         marks.mark(3);
-        choose_block(ids, weights, order, bounds, contest, score_of(word), own_bias, table != nullptr, live, chosen, scale);
+        if (table != nullptr) {
+            choose_named(contest, pick, chosen);
+            score_named(contest, scores, chosen);
+        } else {
+            choose_largest(contest, scores, own_bias, kOneExperts, chosen);
+        }
+        weigh(contest, faulty, chosen, scale);
+        leave_choice(ids, weights, order, bounds, contest, live, kOneExperts, chosen);
         marks.mark(4);
     } else {
         // What the site before has put off.

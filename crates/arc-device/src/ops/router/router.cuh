@@ -91,107 +91,131 @@ __device__ __forceinline__ void choose(unsigned* ids, float* weights, Chosen& fo
 __device__ __forceinline__ unsigned posted(float score) { return ~__float_as_uint(score != score ? ARC_NAN : score); }
 __device__ __forceinline__ float score_of(unsigned word) { return __uint_as_float(~word); }
 
-constexpr int kBlockExperts = 256;
+constexpr int kOneExperts = 256;
+// Experts that a lane looks at.
+constexpr int kLaneExperts = kOneExperts / 32;
 
-// What a block of 256 threads shares while it chooses for one row among as many experts.
+// What a warp shares with its block while it chooses for one row among up to 256 experts.
 struct __align__(16) Contest {
-    unsigned keys[kBlockExperts];
-    float all[kBlockExperts];
-    unsigned tops[32];             // read by fours, as `scores`
-    float scores[kMaxChosen];      // of the chosen ones, 0 behind the last
-    unsigned ids[kMaxChosen];      // ascending
-    unsigned picks[kMaxChosen];    // of the row's token, where a table chooses
-    unsigned masks[8], before[8];  // the chosen ones of 32 experts each, and how many are below these
-    unsigned faulty;
+    float all[kOneExperts];      // where a table chooses
+    unsigned tops[32];           // read by fours, as `scores`
+    float scores[kMaxChosen];    // of the chosen ones, 0 behind the last
+    float weights[kMaxChosen];
+    unsigned ids[kMaxChosen];    // ascending
 };
 
-// Which experts have the `chosen` largest of `contest.keys`, of equal ones those with the smaller ids: `masks` and `before`.
-// By one warp, whose lane l looks at experts l + 32 i.
+// Which experts have the `chosen` largest keys, of equal ones those with the smaller ids: bit l of `masks[i]` is expert
+// l + 32 i, whose key lane l has. By one warp.
 //
 // The chosen-th of the lanes' largest keys bounds what can be chosen from below. Hardly more are left; the worst of them go.
-__device__ __forceinline__ void largest(Contest& contest, int chosen) {
+__device__ __forceinline__ void largest(unsigned (&masks)[kLaneExperts], const unsigned (&keys)[kLaneExperts], unsigned* tops,
+                                        int chosen) {
     const int lane = threadIdx.x & 31;
-    unsigned keys[8], masks[8], top = 0;
+    unsigned top = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) keys[i] = contest.keys[lane + 32 * i], top = max(top, keys[i]);
-    contest.tops[lane] = top;
+    for (int i = 0; i < kLaneExperts; ++i) top = max(top, keys[i]);
+    tops[lane] = top;
     __syncwarp();
     int above = 0;
 #pragma unroll
     for (int i = 0; i < 32; i += 4) {
-        const uint4 four = *reinterpret_cast<const uint4*>(contest.tops + i);
+        const uint4 four = *reinterpret_cast<const uint4*>(tops + i);
         above += (four.x > top) + (four.y > top) + (four.z > top) + (four.w > top);
     }
     const unsigned least = __reduce_min_sync(kFullWarp, above < chosen ? top : 0xffffffffu);
     int n = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) masks[i] = __ballot_sync(kFullWarp, keys[i] >= least), n += __popc(masks[i]);
+    for (int i = 0; i < kLaneExperts; ++i) masks[i] = __ballot_sync(kFullWarp, keys[i] >= least), n += __popc(masks[i]);
 #pragma unroll 1
     for (; n > chosen; --n) {
         unsigned low = 0xffffffffu;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) low = min(low, masks[i] >> lane & 1 ? keys[i] : 0xffffffffu);
+        for (int i = 0; i < kLaneExperts; ++i) low = min(low, masks[i] >> lane & 1 ? keys[i] : 0xffffffffu);
         low = __reduce_min_sync(kFullWarp, low);
         bool gone = false;
 #pragma unroll
-        for (int i = 7; i >= 0; --i) {
+        for (int i = kLaneExperts - 1; i >= 0; --i) {
             const unsigned such = __ballot_sync(kFullWarp, keys[i] == low) & masks[i];
             if (such != 0 && !gone) masks[i] ^= 0x80000000u >> __clz(such), gone = true;
         }
     }
-    if (lane == 0) {
-        unsigned before = 0;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) contest.masks[i] = masks[i], contest.before[i] = before, before += __popc(masks[i]);
-    }
 }
 
-// The choice and the assignments of one row by a block of 256 threads: thread e has the score of expert e and what is
-// added to it. `hashed`: threads below `chosen` have left `picks`. A row that is not live is nobody's.
-__device__ __forceinline__ void choose_block(unsigned* ids, float* weights, unsigned* order, unsigned* bounds, Contest& contest,
-                                             float score, float bias, bool hashed, bool live, int chosen, float scale) {
-    const int t = threadIdx.x, warp = t / 32, lane = t % 32;
-    contest.keys[t] = ordered(__fadd_rn(score, bias));
-    contest.all[t] = score;
-    if (t == 0) contest.faulty = 0;
-    if (t < kMaxChosen) contest.scores[t] = 0.0f;
-    __syncthreads();
-    if (score != score) contest.faulty = 1;
-    // Chosen experts below this thread's.
-    unsigned before = 0;
-    if (!hashed) {
-        if (warp == 0) largest(contest, chosen);
-        __syncthreads();
-        const unsigned mask = contest.masks[warp];
-        before = contest.before[warp] + __popc(mask & ((1u << lane) - 1));
-        if (mask >> lane & 1) contest.ids[before] = t, contest.scores[before] = score;
-    } else {
-        const unsigned id = t < chosen ? contest.picks[t] : 0;
-        // A place is the number of smaller ids, and of equal ones before it.
-        int place = 0;
-#pragma unroll 1
-        for (int p = 0; p < chosen; ++p) {
-            const unsigned other = contest.picks[p];
-            before += other < (unsigned)t;
-            place += other < id || (other == id && p < t);
-        }
-        if (t < chosen) contest.ids[place] = id, contest.scores[place] = contest.all[id];
-    }
-    __syncthreads();
-    bounds[t] = live ? before : 0;
-    if (t < chosen) {
-        // The sum is taken in the order of ids. What is behind the last is 0, and no score is below.
-        float total = 0.0f;
+// The experts with the largest sums of `scores[i]` and `bias[i]`, those of expert lane + 32 i, and their scores. By one warp.
+__device__ __forceinline__ void choose_largest(Contest& contest, const float (&scores)[kLaneExperts],
+                                               const float (&bias)[kLaneExperts], int experts, int chosen) {
+    const int lane = threadIdx.x & 31;
+    unsigned keys[kLaneExperts], masks[kLaneExperts], before = 0;
+    if (lane < kMaxChosen) contest.scores[lane] = 0.0f;
 #pragma unroll
-        for (int p = 0; p < kMaxChosen; p += 4) {
-            const float4 four = *reinterpret_cast<const float4*>(contest.scores + p);
-            total = __fadd_rn(__fadd_rn(__fadd_rn(__fadd_rn(total, four.x), four.y), four.z), four.w);
-        }
-        ids[t] = contest.ids[t];
-        weights[t] = contest.faulty ? ARC_NAN : __fmul_rn(__fdiv_rn(contest.scores[t], total), scale);
-        if (live) order[t] = t;
+    for (int i = 0; i < kLaneExperts; ++i) {
+        // The key of -inf is not 0.
+        keys[i] = lane + 32 * i < experts ? ordered(__fadd_rn(scores[i], bias[i])) : 0u;
     }
-    if (t == 0) bounds[kBlockExperts] = live ? chosen : 0;
+    largest(masks, keys, contest.tops, chosen);
+#pragma unroll
+    for (int i = 0; i < kLaneExperts; ++i) {
+        const unsigned place = before + __popc(masks[i] & ((1u << lane) - 1));
+        if (masks[i] >> lane & 1) contest.ids[place] = lane + 32 * i, contest.scores[place] = scores[i];
+        before += __popc(masks[i]);
+    }
+    __syncwarp();
+}
+
+// The experts that a table names: lane p below `chosen` has the p-th of them. By one warp.
+__device__ __forceinline__ void choose_named(Contest& contest, unsigned id, int chosen) {
+    const int lane = threadIdx.x & 31;
+    if (lane < kMaxChosen) contest.scores[lane] = 0.0f;
+    // A place is the number of smaller ids, and of equal ones before it.
+    int place = 0;
+#pragma unroll 1
+    for (int p = 0; p < chosen; ++p) {
+        const unsigned other = __shfl_sync(kFullWarp, id, p);
+        place += other < id || (other == id && p < lane);
+    }
+    if (lane < chosen) contest.ids[place] = id;
+    __syncwarp();
+}
+
+// The scores of those that a table names.
+__device__ __forceinline__ void score_named(Contest& contest, const float (&scores)[kLaneExperts], int chosen) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < kLaneExperts; ++i) contest.all[lane + 32 * i] = scores[i];
+    __syncwarp();
+    if (lane < chosen) contest.scores[lane] = contest.all[contest.ids[lane]];
+    __syncwarp();
+}
+
+// The weights of the chosen experts, whose scores are there. `faulty`: of any expert.
+__device__ __forceinline__ void weigh(Contest& contest, bool faulty, int chosen, float scale) {
+    const int lane = threadIdx.x & 31;
+    // The sum is taken in the order of ids. What is behind the last is 0, and no score is below.
+    float total = 0.0f;
+#pragma unroll
+    for (int p = 0; p < kMaxChosen; p += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(contest.scores + p);
+        total = __fadd_rn(__fadd_rn(__fadd_rn(__fadd_rn(total, four.x), four.y), four.z), four.w);
+    }
+    if (lane < chosen) contest.weights[lane] = faulty ? ARC_NAN : __fmul_rn(__fdiv_rn(contest.scores[lane], total), scale);
+    __syncwarp();
+}
+
+// Leaves the choice and the assignments of the row. One that is not live is nobody's.
+__device__ __forceinline__ void leave_choice(unsigned* ids, float* weights, unsigned* order, unsigned* bounds,
+                                             const Contest& contest, bool live, int experts, int chosen) {
+    const int lane = threadIdx.x & 31;
+    if (lane < chosen) {
+        ids[lane] = contest.ids[lane];
+        weights[lane] = contest.weights[lane];
+        if (live) order[lane] = lane;
+    }
+#pragma unroll 1
+    for (int e = lane; e <= experts; e += 32) {
+        unsigned before = 0;
+        for (int p = 0; p < chosen; ++p) before += contest.ids[p] < (unsigned)e;
+        bounds[e] = live ? before : 0;
+    }
 }
 
 }  // namespace arc::router

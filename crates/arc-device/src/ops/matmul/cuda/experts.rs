@@ -10,6 +10,7 @@ use crate::error::Result;
 use crate::format::Format;
 use crate::ops::matmul::SLICE;
 use crate::ops::quant::Inputs;
+use crate::ops::router::cuda::Gate;
 
 /// Kernels of routed experts over few rows, by format: gated units, and sums.
 #[rustfmt::skip]
@@ -203,8 +204,8 @@ pub(crate) struct Units<'a> {
     /// The matrix that reads them, and how they are rounded for it.
     pub down: &'a CudaMatrix,
     pub next: Source,
-    /// All matrices and where the shared expert's units go, where the sum is to be in one launch with all units.
-    pub all: Option<(AllExperts<'a>, u64)>,
+    /// The gate, all matrices and where the shared expert's units go, where choice, all units and their sum are to be one launch.
+    pub all: Option<(Gate, AllExperts<'a>, u64)>,
 }
 
 impl Cuda {
@@ -271,13 +272,13 @@ impl Cuda {
         let [kernel, _] = EXPERTS[format as usize].expect("`experts` looked");
         let grid = Grid::new(shape.blocks, shape.threads).shared(shape.shared);
         match units.all {
-            Some((all, at)) => {
+            Some((gate, all, at)) => {
                 let mut row = self.experts_row(&all, from, to)?.expect("`takes_all` looked");
                 row.0.leave(units.mid, at, units.limit);
                 let out = Out { at, stride: cols, then: Then::ClampedSilu { limit: units.limit } };
                 self.hold(|dev| dev.product_of(all.shared_up, from, out, to.rows))?;
                 let shared = self.matmul.held.take();
-                self.matmul.held_units = Some(HeldUnits { shared, kernel, grid, experts, row });
+                self.matmul.held_units = Some(HeldUnits { gate, shared, kernel, grid, experts, row });
             }
             None => self.launch(kernel, grid, &[Arg::of(&experts)])?,
         }

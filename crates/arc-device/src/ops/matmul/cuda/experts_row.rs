@@ -1,23 +1,25 @@
-//! The experts of one row in one launch: the Rust side of experts_row.cu.
+//! The gate and the experts of one row in one launch: the Rust side of experts_row.cu.
 //!
-//! Gated units are held back when their stage comes, and the sum takes them along. Whatever else is launched goes behind
-//! them.
+//! Gate and gated units are held back when their stages come, and the sum takes them along. Whatever else is launched goes
+//! behind them.
 
 use super::experts::Experts;
 use super::follow::Held;
 use super::matrix::CudaMatrix;
-use super::plan::{Cut, Places, Shape, tile_bytes};
+use super::plan::{Cut, MAX_SHARED, Places, Shape, tile_bytes};
 use super::{Assigned, Source};
 use crate::cuda::{Arg, Cuda, Grid, Kernel, kernel};
 use crate::error::Result;
 use crate::format::Format;
+use crate::math::SUM_CHUNK;
 use crate::ops::matmul::SLICE;
 use crate::ops::quant::Inputs;
+use crate::ops::router::cuda::{Gate, ONE_EXPERTS, ONE_WARPS, choose_few};
 
 /// Threads of a block: warps that multiply, and behind them those that bring chunks, send units and take them.
 const THREADS: u32 = 32 * 20;
-/// Shared memory of a block: what a block of the gate leaves.
-const SHARED: u32 = 222 << 10;
+/// Bytes of what a block knows of the row, and shares of the gate.
+const KNOWN: u32 = 1536;
 /// Bytes of chunks on their way at a time: what memory needs to be busy, for all else waits behind them.
 const WINDOW: u32 = 52 << 10;
 /// Outputs of a unit, and rows of a group.
@@ -67,8 +69,6 @@ pub(super) struct ExpertsRow {
     down_base: u64,
     down_bytes: u64,
     shared_down: u64,
-    ids: u64,
-    weights: u64,
     infos: u64,
     q: u64,
     d: u64,
@@ -96,11 +96,12 @@ pub(super) struct ExpertsRow {
     pad: u32,
     chunks: [Chunk; MOST_CHUNKS],
 }
-const _: () = assert!(size_of::<ExpertsRow>() == 240 + 8 * MOST_CHUNKS);
+const _: () = assert!(size_of::<ExpertsRow>() == 224 + 8 * MOST_CHUNKS);
 
-/// Gated units of one row's experts that were asked for and are not launched yet.
+/// The gate and gated units of one row's experts that were asked for and are not launched yet.
 #[derive(Clone)]
 pub(crate) struct HeldUnits {
+    pub(super) gate: Gate,
     /// How they are launched without the sum: those of the shared expert, and those of the chosen ones.
     pub(super) shared: Option<Held>,
     pub(super) kernel: Kernel,
@@ -141,9 +142,9 @@ fn plan(up: &Cut, down: &Cut, chosen: u32, multiprocessors: u32) -> Option<Plan>
     sizes.resize(sizes.len() + UNIT_GROUPS as usize, down_tiles * bytes(Format::Q8_0));
     sizes.resize(sizes.len() + (DOWN_CHUNKS * chosen) as usize, DOWN_GROUPS * down_tiles * bytes(Format::Q2K));
 
-    let mut places = Places::behind(2 * (MOST_CHUNKS as u32 + 1 + MOST_CHOSEN / 2) + 1);
+    let mut places = Places::behind(2 * (MOST_CHUNKS as u32 + 1 + MOST_CHOSEN / 2) + 2);
     let mut place = |bytes| places.take(bytes);
-    let known_at = place(8 + 8 * MOST_CHOSEN);
+    let known_at = place(KNOWN);
     let table_at = place(32 << 10);
     let (q_at, d_at) = (place(up.slices * 272), place(up.slices * 32));
     let units_at = place((chosen + 1) * down.slices * (272 + 64));
@@ -152,7 +153,7 @@ fn plan(up: &Cut, down: &Cut, chosen: u32, multiprocessors: u32) -> Option<Plan>
     let sums_at = place(4 * UNIT * (chosen + 1));
     let ring_at = places.rest();
     let all: u32 = sizes.iter().sum();
-    let ring = SHARED.checked_sub(ring_at)?.min(all);
+    let ring = MAX_SHARED.checked_sub(ring_at)?.min(all);
     let chunks = chunks(&sizes, ring)?;
     Some(Plan {
         row: [chosen, ffn / UNIT, shared_tiles, outs, each],
@@ -215,6 +216,13 @@ impl Cuda {
         let Some(plan) = plan(&w.up.cut, &w.down.cut, to.chosen as u32, self.multiprocessors()) else {
             return Ok(None);
         };
+        // Every block has units, and some have scores: a warp a chunk of an expert's row.
+        let chunks = hidden / SUM_CHUNK;
+        let divides = hidden.is_multiple_of(SUM_CHUNK) && ONE_WARPS.is_multiple_of(chunks);
+        let scored = to.experts * chunks <= plan.shape.blocks as usize * ONE_WARPS;
+        if !divides || !scored || to.experts > ONE_EXPERTS {
+            return Ok(None);
+        }
         let codes = self.matmul.codes(which);
         let pieces = (to.chosen + 1) * ffn / UNIT as usize;
         let Some([counts, sent, halves]) = self.matmul.exchange_units(pieces, ffn / 2) else { return Ok(None) };
@@ -233,8 +241,6 @@ impl Cuda {
             down_base: w.down.parts[0].at,
             down_bytes: w.down.stride(1)?,
             shared_down: w.shared_down.parts[0].at,
-            ids: to.ids,
-            weights: to.weights,
             infos: self.view().infos(),
             q: codes.q,
             d: codes.d,
@@ -267,7 +273,7 @@ impl Cuda {
     }
 
     /// Whether one launch takes the experts of a row from its inputs to their sum: [`experts_up`](Self::experts_up) then
-    /// makes the shared expert's units too.
+    /// chooses, and makes the shared expert's units too.
     pub(crate) fn takes_all(&self, w: &AllExperts<'_>, from: Source, to: &Assigned) -> Result<bool> {
         Ok(self.experts_row(w, from, to)?.is_some())
     }
@@ -282,23 +288,24 @@ impl Cuda {
         out: u64,
         to: &Assigned,
     ) -> Result<bool> {
-        let Some(HeldUnits { row: (row, shape), .. }) = self.matmul.held_units.as_ref() else { return Ok(false) };
+        let Some(HeldUnits { gate, row: (row, shape), .. }) = self.matmul.held_units.as_ref() else { return Ok(false) };
         let held = (row.mid, row.shared_units, row.down_base, row.shared_down);
         let wanted = (mid, units.x, down.parts[0].at, shared_down.parts[0].at);
         if held != wanted || units.for_matrix(shared_down).inputs != Inputs::F32 {
             return Ok(false);
         }
-        let (row, shape) = (ExpertsRow { out, ..*row }, *shape);
+        let (row, shape, gate) = (ExpertsRow { out, ..*row }, *shape, *gate);
         // Units go from block to block only.
         (self.matmul.held_units, self.matmul.units) = (None, None);
         self.counters.weight_bytes += self.touched(down, to) + shared_down.bytes() as u64;
         let grid = Grid::new(shape.blocks, shape.threads).shared(shape.shared);
-        self.launch(kernel!("arc_matmul_experts_row"), grid, &[Arg::of(&row)])?;
+        self.launch(kernel!("arc_matmul_experts_row"), grid, &[Arg::of(&row), Arg::of(&gate)])?;
         Ok(true)
     }
 
     /// Launches units that were held back, without their sum.
     pub(super) fn launch_units(&mut self, held: HeldUnits) -> Result<()> {
+        choose_few(self, &held.gate, 1)?;
         if let Some(shared) = held.shared {
             self.launch_product_of(shared)?;
         }
@@ -328,7 +335,7 @@ mod tests {
         for Plan { row: [chosen, units, _, outs, each], shape, .. } in plans() {
             assert_eq!(shape.blocks * each, chosen * units);
             assert_eq!(shape.blocks, 2 * units);
-            assert!(outs <= shape.blocks && shape.shared <= super::SHARED);
+            assert!(outs <= shape.blocks && shape.shared <= super::MAX_SHARED);
         }
         assert!(plan(&Cut::of(7168), &Cut::of(3072), 6, 132).is_none(), "more blocks than multiprocessors");
         assert!(plan(&Cut::of(4096), &Cut::of(2048), 5, 132).is_none(), "units that cannot be shared evenly");
