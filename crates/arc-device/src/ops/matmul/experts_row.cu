@@ -17,7 +17,8 @@ namespace arc {
 
 namespace {
 
-// Warps that multiply. Behind them: one brings chunks, one finishes units and sends them, others take those of all blocks.
+// Warps that multiply, of which one sends the last unit. Behind them: one brings chunks, one finishes units and sends them, others
+// take those of all blocks.
 constexpr uint32_t kWarps = 16, kThreads = 32 * kWarps, kBringer = kWarps, kFinisher = kWarps + 1, kTaker = kWarps + 2, kTakers = 2;
 constexpr uint32_t kAllThreads = 32 * (kTaker + kTakers);
 static_assert(kWarps == router::kOneWarps);
@@ -289,57 +290,56 @@ struct OneRow {
         return acc;
     }
 
-    // Sends units as they are made, by a warp: halves of the shared expert's are of two blocks, the second of which sends its
-    // own to the first.
+    // Outputs of gate and up, of the k-th unit or of what the block has of the shared expert's, k = 0, and from them a unit.
+    template <bool SHARED>
+    __device__ __forceinline__ float make_unit(uint32_t k) const {
+        barrier_wait(multiplied(k), 0);
+        const uint32_t n = SHARED ? lane % (kSharedGroups * kGroup) : lane;
+        const uint32_t group = SHARED ? n / kGroup : 2 * (kSharedGroups + kUnitGroups * (k - 1) + n / kGroup);
+        const float* from = at<float>(p.partials_at) + group * tiles * kLanes;
+        const uint32_t step = SHARED ? kLanes : 2 * kLanes, to_up = SHARED ? kSharedGroups * tiles * kLanes : kLanes;
+        const float gate = total(p.up, from, tiles, step, n % kGroup), high = total(p.up, from + to_up, tiles, step, n % kGroup);
+        return gated(kThenClampedSilu, gate, high, p.limit);
+    }
+
+    // Makes the k-th unit and sends it, by a warp.
+    __device__ __forceinline__ void send_unit(uint32_t k) const {
+        float v = make_unit<false>(k);
+        const uint32_t unit = unit_of(k - 1);
+        barrier_wait(weighed(), 0);
+        v = __fmul_rn(v, known().gate.contest.weights[unit / p.units]);
+        send_codes(v, p.sent, unit, known().tag);
+        reinterpret_cast<float*>(p.mid)[32 * unit + lane] = v;
+    }
+
+    // Sends units as they are made, by a warp, all but the last: halves of the shared expert's, which come first, are of two
+    // blocks, the second of which sends its own to the first.
     __device__ __forceinline__ void finish(const Marks& marks) const {
         constexpr uint32_t kHalf = kSharedGroups * kGroup;
         const uint32_t tag = known().tag, n = lane % kHalf;
         const uint64_t other = p.halves + 16 * (blockIdx.x / 2 * kHalf + n);
-        float half = 0.0f;
-        // The shared expert's, the first of the others, the shared one's of two blocks, which is on its way meanwhile; the others.
+        float v = make_unit<true>(0);
+        if (lane < kHalf) {
+            if (blockIdx.x % 2 != 0) send_three(other, __float_as_uint(v), 0, 0, tag);
+            reinterpret_cast<float*>(p.shared_units)[kHalf * blockIdx.x + lane] = v;
+        }
+        marks.mark(4);
+        if (blockIdx.x % 2 == 0) {
+            if (lane >= kHalf) {
+                uint4 got;
+                do {
+                    got = look(other);
+                } while (got.w != tag);
+                v = __uint_as_float(got.x);
+            }
+            __syncwarp();
+            send_codes(v, p.sent, p.chosen * p.units + blockIdx.x / 2, tag);
+        }
+        marks.mark(5);
 #pragma unroll 1
-        for (uint32_t i = 0; i < p.each + 2; ++i) {
-            const bool both = i == 2, shared = i == 0;
-            const uint32_t k = i < 2 ? i : i - 1;
-            float v = half;
-            if (both) {
-                if (blockIdx.x % 2 != 0) continue;
-                if (lane >= kHalf) {
-                    uint4 got;
-                    do {
-                        got = look(other);
-                    } while (got.w != tag);
-                    v = __uint_as_float(got.x);
-                }
-                __syncwarp();
-            } else {
-                barrier_wait(multiplied(k), 0);
-                const uint32_t group = shared ? n / kGroup : 2 * (kSharedGroups + kUnitGroups * (k - 1) + lane / kGroup);
-                const float* from = at<float>(p.partials_at) + group * tiles * kLanes;
-                const uint32_t step = shared ? kLanes : 2 * kLanes, to_up = shared ? kSharedGroups * tiles * kLanes : kLanes;
-                const float gate = total(p.up, from, tiles, step, lane % kGroup);
-                const float high = total(p.up, from + to_up, tiles, step, lane % kGroup);
-                v = gated(kThenClampedSilu, gate, high, p.limit);
-            }
-            if (shared) {
-                half = v;
-                if (lane < kHalf) {
-                    if (blockIdx.x % 2 != 0) send_three(other, __float_as_uint(v), 0, 0, tag);
-                    reinterpret_cast<float*>(p.shared_units)[kHalf * blockIdx.x + lane] = v;
-                }
-                marks.mark(4);
-                continue;
-            }
-            const uint32_t unit = both ? p.chosen * p.units + blockIdx.x / 2 : unit_of(k - 1);
-            if (!both) {
-                barrier_wait(weighed(), 0);
-                v = __fmul_rn(v, known().gate.contest.weights[unit / p.units]);
-            }
-            send_codes(v, p.sent, unit, tag);
-            if (!both) reinterpret_cast<float*>(p.mid)[32 * unit + lane] = v;
-            if (k == p.each) marks.mark(7);
-            if (i == 1) marks.mark(5);
-            if (i == 2) marks.mark(6);
+        for (uint32_t k = 1; k < p.each; ++k) {
+            send_unit(k);
+            marks.mark(k == 1 ? 6 : 7);
         }
     }
 
@@ -350,16 +350,16 @@ struct OneRow {
         __device__ __forceinline__ bool there(uint32_t tag) const { return a.w == tag && b.w == tag && c.w == tag; }
     };
 
-    // Takes the units of all blocks to shared memory: codes, scales, sums of halves. Looks for the first when this block has made
-    // its second, so that nobody looks in vain most of the time.
+    // Takes the units of all blocks to shared memory: codes, scales, sums of halves. Looks for some when this block has made the
+    // next ones, so that nobody looks in vain most of the time.
     __device__ __forceinline__ void take(const Marks& marks) const {
         constexpr uint32_t kOf = 32 * kTakers;
         const uint32_t tag = known().tag, n = (p.chosen + 1) * p.units;
         uint8_t* codes = smem + p.units_at;
         uint32_t *scales = reinterpret_cast<uint32_t*>(codes + n / 8 * 272), *sums = scales + n;
-        barrier_wait(multiplied(min(2u, p.each)), 0);
 #pragma unroll 1
         for (uint32_t k = 0; k <= p.each; ++k) {
+            barrier_wait(multiplied(min(k + 1, p.each)), 0);
             const uint32_t first = k == 0 ? p.chosen * p.units : unit_of(k - 1) - blockIdx.x, end = first + (k == 0 ? 1 : 2) * p.units;
             // Two at once.
 #pragma unroll 1
@@ -440,6 +440,8 @@ struct OneRow {
             to[0] = both.x, to[kLanes] = both.y;
             leave(of_shared + group, multiplied(1 + group / kUnitGroups));
         }
+        // The others begin with what is there.
+        if (warp == kWarps - 1) send_unit(p.each);
         marks.mark(5);
         if (blockIdx.x >= p.outs) return;
         const uint32_t of_expert = kUnitGroups * down_tiles, slices = p.down.slices, experts = p.chosen + 1;
