@@ -196,7 +196,12 @@ fn followed(suite: &mut Suite) {
                 equal(&apart.stored[1], &got.stored[1]),
                 equal_or_nan(&apart.grouped, &got.grouped),
                 equal_or_nan(&apart.y, &got.y),
-                if pool.is_some() { within(&want.pool, &got.pool, 1e-4, 1e-4) } else { Ok(String::new()) },
+                // A compressor of the CPU device adds its biases in place: there the rings are compared.
+                match pool {
+                    None => Ok(String::new()),
+                    Some(POOLED_GROUPS) => within(&want.ring, &got.ring, 1e-4, 1e-4),
+                    Some(_) => within(&want.pool, &got.pool, 1e-4, 1e-4),
+                },
                 equal_or_nan(&want.q, &got.q),
                 equal_or_nan(&got.alone[0], &got.grouped),
                 equal_or_nan(&got.alone[1], &got.y),
