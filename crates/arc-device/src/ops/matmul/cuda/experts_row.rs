@@ -131,16 +131,11 @@ fn plan(up: &Cut, down: &Cut, chosen: u32, multiprocessors: u32) -> Option<Plan>
         return None;
     }
     let (tiles, down_tiles) = (up.tiles() as u32, down.tiles() as u32);
-    let bytes = |format| tile_bytes(format, SLICE) as u32;
-    let shared_tiles = if tiles.is_multiple_of(2) { 2 } else { 1 };
-    let of_shared = 2 * SHARED_GROUPS * tiles / shared_tiles;
-    if of_shared > MOST_SHARED {
+    let shared_tiles = shared_tiles(up);
+    if 2 * SHARED_GROUPS * tiles / shared_tiles > MOST_SHARED {
         return None;
     }
-    let mut sizes = vec![shared_tiles * bytes(Format::Q8_0); of_shared as usize];
-    sizes.resize(sizes.len() + (UNIT_GROUPS * each) as usize, 2 * tiles * bytes(Format::Iq2Xxs));
-    sizes.resize(sizes.len() + UNIT_GROUPS as usize, down_tiles * bytes(Format::Q8_0));
-    sizes.resize(sizes.len() + (DOWN_CHUNKS * chosen) as usize, DOWN_GROUPS * down_tiles * bytes(Format::Q2K));
+    let sizes = sizes(up, down, chosen);
 
     let mut places = Places::behind(2 * (MOST_CHUNKS as u32 + 1 + MOST_CHOSEN / 2) + 2);
     let mut place = |bytes| places.take(bytes);
@@ -161,6 +156,26 @@ fn plan(up: &Cut, down: &Cut, chosen: u32, multiprocessors: u32) -> Option<Plan>
         chunks,
         shape: Shape { blocks, threads: THREADS, shared: ring_at + ring },
     })
+}
+
+/// Tiles of a chunk of the shared expert's first matrix.
+fn shared_tiles(up: &Cut) -> u32 {
+    if up.tiles().is_multiple_of(2) { 2 } else { 1 }
+}
+
+/// Bytes of a block's chunks, in order.
+fn sizes(up: &Cut, down: &Cut, chosen: u32) -> Vec<u32> {
+    let (tiles, down_tiles, shared_tiles) = (up.tiles() as u32, down.tiles() as u32, shared_tiles(up));
+    let bytes = |format| tile_bytes(format, SLICE) as u32;
+    [
+        (2 * SHARED_GROUPS * tiles / shared_tiles, shared_tiles * bytes(Format::Q8_0)),
+        (UNIT_GROUPS * chosen / 2, 2 * tiles * bytes(Format::Iq2Xxs)),
+        (UNIT_GROUPS, down_tiles * bytes(Format::Q8_0)),
+        (DOWN_CHUNKS * chosen, DOWN_GROUPS * down_tiles * bytes(Format::Q2K)),
+    ]
+    .into_iter()
+    .flat_map(|(n, size)| std::iter::repeat_n(size, n as usize))
+    .collect()
 }
 
 /// Gives chunks of these sizes their places in a ring. `None` where one does not fit.
@@ -322,17 +337,20 @@ impl ExpertsRow {
 
 #[cfg(test)]
 mod tests {
-    use super::{Cut, Plan, plan};
+    use super::{Cut, Plan, plan, sizes};
 
-    /// DeepSeek-V4-Flash's experts, and small ones.
-    fn plans() -> Vec<Plan> {
-        let of = |(hidden, ffn, chosen)| plan(&Cut::of(hidden), &Cut::of(ffn), chosen, 132).expect("they fit");
+    /// Plans and bytes of chunks of DeepSeek-V4-Flash's experts, and of small ones.
+    fn plans() -> Vec<(Plan, Vec<u32>)> {
+        let of = |(hidden, ffn, chosen)| {
+            let (up, down) = (Cut::of(hidden), Cut::of(ffn));
+            (plan(&up, &down, chosen, 132).expect("they fit"), sizes(&up, &down, chosen))
+        };
         [(4096, 2048, 6), (4096, 2048, 2), (2048, 1024, 16), (1024, 1024, 6)].map(of).into()
     }
 
     #[test]
     fn every_unit_and_every_output_has_a_block() {
-        for Plan { row: [chosen, units, _, outs, each], shape, .. } in plans() {
+        for (Plan { row: [chosen, units, _, outs, each], shape, .. }, _) in plans() {
             assert_eq!(shape.blocks * each, chosen * units);
             assert_eq!(shape.blocks, 2 * units);
             assert!(outs <= shape.blocks && shape.shared <= super::MAX_SHARED);
@@ -341,19 +359,23 @@ mod tests {
         assert!(plan(&Cut::of(4096), &Cut::of(2048), 5, 132).is_none(), "units that cannot be shared evenly");
     }
 
-    /// No chunk comes where another one stands that is not known to be empty, and none waits for itself.
+    /// No chunk comes where another one stands that is not known to be empty, none waits for itself, and no more bytes are on
+    /// their way than there may be.
     #[test]
     fn chunks_do_not_meet() {
-        for Plan { chunks, places, shape, .. } in plans() {
-            let end = |c: usize| chunks.get(c + 1).map(|next| next.at).filter(|&at| at > chunks[c].at);
+        for (Plan { chunks, places, shape, .. }, sizes) in plans() {
+            assert_eq!(chunks.len(), sizes.len());
             for (c, chunk) in chunks.iter().enumerate() {
-                assert!(chunk.freed as usize <= c && chunk.landed as usize <= c && chunk.at % 128 == 0);
-                for other in chunk.freed as usize..c {
-                    let apart = chunks[other].at > chunk.at || end(other).is_some_and(|end| end <= chunk.at);
+                let (freed, landed, end) = (chunk.freed as usize, chunk.landed as usize, chunk.at + sizes[c]);
+                assert!(freed <= c && landed <= c && chunk.at % 128 == 0 && places[8] + end <= shape.shared);
+                for other in freed..c {
+                    let apart = chunks[other].at + sizes[other] <= chunk.at || end <= chunks[other].at;
                     assert!(apart, "{c} at {} meets {other}", chunk.at);
                 }
+                let together: u32 = sizes[landed..=c].iter().sum();
+                assert!(together <= super::WINDOW.max(sizes[c]), "{together} bytes on their way with {c}");
             }
-            assert!(places[8] % 128 == 0 && chunks.iter().all(|chunk| places[8] + chunk.at < shape.shared));
+            assert_eq!(places[8] % 128, 0);
         }
     }
 }
