@@ -27,8 +27,10 @@ __device__ __forceinline__ void trace_begin() {
 }
 
 // Whose times they are: the order of KINDS in cuda/trace.rs. `detail` tells launches of a kernel apart, 12 bits: slices of a
-// product; of two products, whether a norm is between them (1) and whether the block has F16 first (2); of one row's experts,
-// which warps: those that multiply, that which brings weights (1), that which sends units (2), those that take them (3).
+// product; of two products, whether a norm is between them (1), whether the block has F16 first (2), whether an index query comes
+// between (4); of one row's experts, which warps: those that multiply, that which brings weights (1), that which sends units (2),
+// those that take them (3); of a router's choice, whether it is in the experts' kernel (1); of a choice among keys, the block that
+// picks (1).
 enum MarkKind : unsigned { kMarkProduct, kMarkFollow, kMarkUp, kMarkExperts, kMarkDown, kMarkSite, kMarkRouter, kMarkChooser, kMarkAttend, kMarkRows, kMarkChoose };
 
 // Times inside a block: one thread takes a place when the block begins (mark 1), and leaves a time at every mark. 2: the wait
@@ -70,8 +72,9 @@ private:
 #endif
 };
 
-// Waits until every kernel before this one has ended and what they wrote can be seen. Every thread calls it before it
-// touches what another kernel wrote or may still read; weights may be loaded before it.
+// Waits until every kernel before this one has ended and what they wrote can be seen. A thread calls it before it touches what
+// another kernel wrote or may still read, unless that has the number of its launch beside it or ended for certain (latent.cu,
+// "What runs ahead"); weights may be loaded before it.
 __device__ __forceinline__ void pdl_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     trace_begin();

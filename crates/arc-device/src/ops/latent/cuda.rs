@@ -326,6 +326,11 @@ impl Cuda {
                 }
             }
         };
+        // Whatever may fail does so here: what is sent is waited for by number, so its takers have to come.
+        let args = self.latent_args(ws, state, Some(w), layer, select, rows)?;
+        let pending = hc::cuda::take_pending(self);
+        let (mixing, iterations, eps) = pending.map_or((0, 0, 0.0), |p| (p.mixing, p.iterations, p.eps));
+        assert!(pending.is_none_or(|pending| pending.rows == rows as u32), "a site and rows of another step");
         let followed = plain && self.follow_normed((&w.low, pool), &ws.low, norm, &w.q_b, &ws.q, query)?;
         let came = if followed { came } else { Came::Early };
         // The last product is that of the queries: `latent_rows` runs beside it.
@@ -348,12 +353,8 @@ impl Cuda {
         let (due, counts, sent) = self.latent.due.map_or((0, 0, 0), |due| (due.blocks, due.counts, due.first));
         let tiles = self.tiles(layer, select, rows);
         let left = self.latent.choice.as_ref().filter(|_| came == Came::Beside).map_or(0, Choice::left);
-        let args = self.latent_args(ws, state, Some(w), layer, select, rows)?;
         let args = LatentArgs { due, counts, sent, tiles, left, ..args };
         let view = self.view();
-        let pending = hc::cuda::take_pending(self);
-        let (mixing, iterations, eps) = pending.map_or((0, 0, 0.0), |p| (p.mixing, p.iterations, p.eps));
-        assert!(pending.is_none_or(|pending| pending.rows == rows as u32), "a site and rows of another step");
         // The product before has turned the index query if it has made it.
         let heads = if followed { 0 } else { args.index_heads.div_ceil(ROWS_THREADS / 32) };
         let more = if tiles != 0 { UNPACKERS } else { heads };

@@ -70,7 +70,7 @@ pub(crate) struct Held {
 pub(crate) struct Due {
     /// Blocks that read the number, and arrive then.
     pub blocks: u32,
-    /// Address of the number of the launch before, arrivals, departures, and a word for who makes the number known.
+    /// Address of the number of the launch before, arrivals, departures, and this launch's for the attention.
     pub counts: u64,
     /// Address of the outputs of the first matrix, and behind them of the one beside it.
     pub first: u64,
@@ -436,7 +436,7 @@ mod tests {
         }
     }
 
-    /// A block that has more of the first product than its ring has places would wait for itself.
+    /// More of the first product than a ring has places is not worth one launch.
     #[test]
     fn what_does_not_fit_is_left_alone() {
         let run = |tiles, groups| Run { groups, tiles, ..Run::default() };
