@@ -88,6 +88,41 @@ fn output_and_streams<D: OpsV4 + Alloc + Readback>(
     Ok((y, Streams { x: made(rows * STREAMS * DIM, 1.0)?, mixing: made(rows * MIXES, 0.5)? }))
 }
 
+/// A layer without compressor and indexer.
+fn layer<D: OpsV4>(attention: LatentConfig, q_rank: usize, rope_table: &D::Buf<f32>) -> LatentLayer<'_, D> {
+    LatentLayer {
+        attention,
+        q_rank,
+        rows: None,
+        index: None,
+        row_format: RowFormat::Fp8,
+        key_format: RowFormat::Fp4,
+        inputs: Inputs::Int8,
+        rope_table,
+    }
+}
+
+/// Workspace of a layer over `rows` rows. `[pool, index_q, picks]`: values of a row.
+fn work<D: OpsV4 + Alloc>(
+    dev: &mut D,
+    layer: &LatentLayer<'_, D>,
+    rows: usize,
+    [pool, index_q, picks]: [usize; 3],
+) -> DeviceResult<LatentWork<D>> {
+    let (class, att) = (MemoryClass::Workspace, layer.attention);
+    let mut floats = |each: usize| dev.alloc::<f32>("test", class, rows * each);
+    Ok(LatentWork {
+        low: floats(layer.q_rank + att.dim)?,
+        pool: floats(pool)?,
+        q: floats(att.q_dim())?,
+        kv: floats(att.dim)?,
+        index_q: floats(index_q)?,
+        out: floats(att.q_dim())?,
+        grouped: floats(att.groups * att.group_out)?,
+        picks: dev.alloc("picks", class, rows * picks)?,
+    })
+}
+
 fn run<D: OpsV4 + Alloc + Landing + Readback + Steps>(
     dev: &mut D,
     rows: usize,
@@ -111,29 +146,11 @@ fn run<D: OpsV4 + Alloc + Landing + Readback + Steps>(
         out_b: matrix(dev, Format::Q8_0, 1, 32, 32)?,
     };
     let rope_table = one(dev)?;
-    let layer = LatentLayer {
-        attention: LatentConfig { heads: 1, dim: 64, window: 32, groups: 1, group_out: 32, scale: 1.0, eps: 1e-6 },
-        q_rank: LOW - 64,
-        rows: None,
-        index: None,
-        row_format: RowFormat::Fp8,
-        key_format: RowFormat::Fp4,
-        inputs: Inputs::Int8,
-        rope_table: &rope_table,
-    };
-    let floats = |dev: &mut D, len| dev.alloc::<f32>("test", class, len);
-    let mut ws = LatentWork {
-        low: floats(dev, rows * LOW)?,
-        pool: floats(dev, rows * 2 * POOL)?,
-        q: floats(dev, rows * 64)?,
-        kv: floats(dev, rows * 64)?,
-        index_q: floats(dev, 1)?,
-        picks: dev.alloc("picks", class, 1)?,
-        out: floats(dev, rows * 64)?,
-        grouped: floats(dev, rows * 32)?,
-    };
+    let attention = LatentConfig { heads: 1, dim: 64, window: 32, groups: 1, group_out: 32, scale: 1.0, eps: 1e-6 };
+    let layer = layer(attention, LOW - 64, &rope_table);
+    let mut ws = work(dev, &layer, rows, [2 * POOL, 1, 1])?;
     let (y, mut streams) = output_and_streams(dev, &mut rng, rows)?;
-    let mut h = floats(dev, rows * DIM)?;
+    let mut h = dev.alloc::<f32>("test", class, rows * DIM)?;
     dev.finish(&ModelShape { vocab: 64, hidden: DIM, post_norms: false, gathered: STREAMS * DIM })?;
     dev.stage(&table(rows))?;
     let cfg = HcConfig { dim: DIM, iterations: 20, eps: 1e-6, norm_eps: 1e-6 };
@@ -270,27 +287,8 @@ fn attend<D: OpsV4 + Alloc + Landing + Readback + Steps>(
         out_b: matrix(dev, Format::Q8_0, 1, DIM, 2 * HEADS.group_out)?,
     };
     let rope_table = dev.vector("rope", &rng.values(CONTEXT * 64, 1.0))?;
-    let layer = LatentLayer {
-        attention,
-        q_rank: RANK,
-        rows: compressor,
-        index: None,
-        row_format: RowFormat::Fp8,
-        key_format: RowFormat::Fp4,
-        inputs: Inputs::Int8,
-        rope_table: &rope_table,
-    };
-    let floats = |dev: &mut D, len| dev.alloc::<f32>("test", class, len);
-    let mut ws = LatentWork {
-        low: floats(dev, low_rows)?,
-        pool: floats(dev, 2 * pool_rows)?,
-        q: floats(dev, HEADS.q_dim())?,
-        kv: floats(dev, HEADS.dim)?,
-        index_q: floats(dev, 1)?,
-        picks: dev.alloc("picks", class, 1)?,
-        out: floats(dev, HEADS.q_dim())?,
-        grouped: floats(dev, 2 * HEADS.group_out)?,
-    };
+    let layer = LatentLayer { rows: compressor, ..layer(attention, RANK, &rope_table) };
+    let mut ws = work(dev, &layer, 1, [2 * pool_rows, 1, 1])?;
     let kept = |dev: &mut D, rng: &mut Rng, rows: usize| {
         let bytes = stored(rng, RowFormat::Fp8, HEADS.dim, rows);
         let mut buf = dev.alloc::<u8>("test", MemoryClass::State, bytes.len())?;
@@ -309,7 +307,7 @@ fn attend<D: OpsV4 + Alloc + Landing + Readback + Steps>(
     };
     let mut state = LatentState { window, rows, keys: None };
     let (mut y, mut streams) = output_and_streams(dev, &mut rng, 1)?;
-    let mut h = floats(dev, DIM)?;
+    let mut h = dev.alloc::<f32>("test", class, DIM)?;
     dev.finish(&ModelShape { vocab: 64, hidden: DIM, post_norms: false, gathered: STREAMS * DIM })?;
     dev.stage(&delta(&[AT], CONTEXT))?;
     dev.set_replay(false);
@@ -433,16 +431,7 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
         DeviceResult::Ok(CompressorWeights { bias, norm: dev.vector("norm", &rng.values(shape.dim, 1.0))? })
     };
     let rope_table = dev.vector("rope", &rng.values(ROOM * 64, 1.0))?;
-    let layer = LatentLayer {
-        attention,
-        q_rank: RANK,
-        rows: Some(rows),
-        index: Some((index, KEYS)),
-        row_format: RowFormat::Fp8,
-        key_format: RowFormat::Fp4,
-        inputs: Inputs::Int8,
-        rope_table: &rope_table,
-    };
+    let layer = LatentLayer { rows: Some(rows), index: Some((index, KEYS)), ..layer(attention, RANK, &rope_table) };
     let q_b = matrix(dev, Format::F16, 1, index.heads * index.dim, RANK)?;
     let w = LatentWeights {
         low: stacked(dev, [RANK, HEADS.dim], DIM)?,
@@ -458,24 +447,14 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
         out_a: matrix(dev, Format::Q8_0, 2, HEADS.group_out, HEADS.q_dim() / 2)?,
         out_b: matrix(dev, Format::Q8_0, 1, DIM, 2 * HEADS.group_out)?,
     };
-    let floats = |dev: &mut Cuda, len| dev.alloc::<f32>("test", class, len);
-    let mut ws = LatentWork {
-        low: floats(dev, RANK + HEADS.dim)?,
-        pool: floats(dev, layer.pool_dim())?,
-        q: floats(dev, HEADS.q_dim())?,
-        kv: floats(dev, HEADS.dim)?,
-        index_q: floats(dev, index.heads * index.dim)?,
-        picks: dev.alloc("picks", class, choice.top)?,
-        out: floats(dev, HEADS.q_dim())?,
-        grouped: floats(dev, 2 * HEADS.group_out)?,
-    };
+    let mut ws = work(dev, &layer, 1, [layer.pool_dim(), index.heads * index.dim, choice.top])?;
     let bytes = |dev: &mut Cuda, values: &[u8]| {
         let mut buf = dev.alloc::<u8>("test", MemoryClass::State, values.len())?;
         dev.write(&mut buf, values)?;
         DeviceResult::Ok(buf)
     };
     let pool_state = |dev: &mut Cuda, rng: &mut Rng, shape: Compressor, format: RowFormat| {
-        let mut ring = floats(dev, shape.ring_elements(1))?;
+        let mut ring = dev.alloc::<f32>("test", MemoryClass::State, shape.ring_elements(1))?;
         dev.write(&mut ring, &rng.values(shape.ring_elements(1), 1.0))?;
         let mut rows = stored(rng, format, shape.dim, ROOM / shape.ratio);
         if choice.alike && format == RowFormat::Fp4 {
@@ -490,7 +469,7 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
         keys: Some(pool_state(dev, &mut rng, KEYS, RowFormat::Fp4)?),
     };
     let (y, mut streams) = output_and_streams(dev, &mut rng, 1)?;
-    let mut h = floats(dev, DIM)?;
+    let mut h = dev.alloc::<f32>("test", class, DIM)?;
     dev.finish(&ModelShape { vocab: 64, hidden: DIM, post_norms: false, gathered: STREAMS * DIM })?;
     dev.stage(&delta(&[Run { pos: choice.pos, rows: 1, live: true }], ROOM))?;
     dev.set_replay(false);
