@@ -80,7 +80,7 @@ if [ "$(nvidia-smi --query-gpu=memory.free --format=csv,noheader,nounits | head 
     row "logits of 5 runs" "$([ "$different" = 1 ] && echo alike || echo "$different kinds")"
     [ "$different" = 1 ] || fail=1
     rm -f results/logits-*.[ab]
-    for depth in 1000 4000 32000 128000 512000; do
+    for depth in 512 1000 1900 3900 32000 128000 512000; do
         flash depth-$depth --context $((depth + 500)) --max-rows 4 --pp 0 --tg 64 --reps 2 --depth $depth
     done
 fi
