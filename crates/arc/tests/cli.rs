@@ -340,6 +340,13 @@ fn bench_and_eval_measure_through_the_engine() {
     let bytes = report["decode"]["bytes_per_step"].as_f64().expect("a number");
     assert!((60e6..130e6).contains(&bytes), "{bytes}");
     assert!(report["read_bytes_per_s"].as_f64() > Some(1e8));
+    // Behind their prompts, sequences need room for both.
+    let bench = ["--pp", "96", "--tg", "8", "--reps", "1", "--warm-up", "0", "--together", "--json"];
+    let report = json(arc().arg("bench").arg(&path).args(bench));
+    assert_eq!(report["together"], true);
+    for part in ["prefill", "decode"] {
+        assert_eq!(report[part]["tokens_per_s"]["all"].as_array().map(Vec::len), Some(1), "{part}");
+    }
 
     let dir = tempfile::tempdir().expect("a temporary folder");
     let text = dir.path().join("text.txt");

@@ -43,9 +43,15 @@ pub struct Args {
     /// a context as long
     #[arg(long, value_name = "N", default_value_t = 0)]
     depth: u32,
-    /// Measured repetitions, after one that is not
+    /// Decode behind the prompt that was just run, in the same sequences: a depth that is a real context
+    #[arg(long, conflicts_with = "mixed")]
+    together: bool,
+    /// Measured repetitions
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     reps: u32,
+    /// Repetitions before them that do not count
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=1000))]
+    warm_up: u32,
     /// Measure instead how the sequences feel a prompt that arrives while they decode, and what it waits
     #[arg(long)]
     mixed: bool,
@@ -97,10 +103,14 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     if args.mixed && (args.pp == 0 || args.tg == 0) {
         bail!("--mixed needs both --pp and --tg");
     }
+    if args.together && (args.pp == 0 || args.tg == 0) {
+        bail!("--together needs both --pp and --tg");
+    }
     let model = open_model(&args.model, config)?;
     // Room for every sequence at once, whatever the defaults for sharing are.
     let mut sized = config.clone();
-    let longest = args.depth + (args.pp + 1).max(args.tg + 2);
+    let (prompt_len, decoded) = (args.pp + 1, args.tg + 2);
+    let longest = args.depth + if args.together { prompt_len + decoded } else { prompt_len.max(decoded) };
     let seqs = args.batch + u32::from(args.mixed);
     if config.kv_tokens.value().is_none() {
         sized.kv_tokens = arc::config::Auto::Value((longest.next_multiple_of(32)) * seqs);
@@ -114,17 +124,25 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     let engine = &open::start_engine(&model, &sized, sizes)?;
     let vocab = engine.limits().vocab;
     let (mut prefills, mut decodes, mut mixed) = (Vec::new(), Vec::new(), Mixed::default());
-    for rep in 0..=args.reps {
+    for rep in 0..args.warm_up + args.reps {
+        let counts = rep >= args.warm_up;
         if args.mixed {
-            // The first tells the scheduler what steps cost.
+            // What comes before tells the scheduler what steps cost.
             mixed.arrival(engine, args, vocab, rep)?;
-            mixed = if rep == 0 { Mixed::default() } else { mixed };
+            mixed = if counts { mixed } else { Mixed::default() };
             continue;
         }
         // Prefill and decode take turns, so that a drift of the machine touches both.
-        let prefill = (args.pp > 0).then(|| prefill(engine, args, vocab, rep)).transpose()?;
-        let decode = (args.tg > 0).then(|| decode(engine, args, vocab, rep)).transpose()?;
-        if rep > 0 {
+        let (prefill, decode) = if args.together {
+            let both = Pass::run(engine, args, vocab, rep, args.pp, args.tg)?;
+            (Some(both.prefill(args)), Some(both.decode(engine, args)))
+        } else {
+            let pass =
+                |n, prompt, output| (n > 0).then(|| Pass::run(engine, args, vocab, rep, prompt, output)).transpose();
+            let prefill = pass(args.pp, args.pp, 0)?.map(|pass| pass.prefill(args));
+            (prefill, pass(args.tg, 1, args.tg)?.map(|pass| pass.decode(engine, args)))
+        };
+        if counts {
             prefills.extend(prefill);
             decodes.extend(decode);
         }
@@ -146,6 +164,7 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
             "cpu": bandwidth::cpu_name(),
             "batch": args.batch,
             "depth": args.depth,
+            "together": args.together,
         });
         if let Some(roof) = roof {
             body["threads"] = json!(threads);
@@ -179,7 +198,10 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     } else {
         format!("GPU {}", config.gpu)
     };
-    let depth = if args.depth > 0 { format!(", from position {} on", args.depth) } else { String::new() };
+    let mut depth = if args.depth > 0 { format!(", from position {} on", args.depth) } else { String::new() };
+    if args.together {
+        depth += ", the prompt before what is decoded";
+    }
     writeln!(out, "{}, {} on {place}{depth}", args.model, model.main_format())?;
     if args.mixed {
         writeln!(out, "{}", mixed.text(args))?;
@@ -200,34 +222,50 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prompt tokens a second, from submission to the last first token.
-fn prefill(engine: &EngineHandle, args: &Args, vocab: u32, rep: u32) -> Result<f64> {
-    let start = Instant::now();
-    let ends = run_batch(engine, args.batch, |seq| deep(args, prompt(args.depth + args.pp, vocab, rep, seq), 1))?;
-    let last = ends.iter().map(|s| s.first).max().unwrap_or(start);
-    Ok(f64::from(args.pp * args.batch) / (last - start).as_secs_f64())
+/// Sequences that ran side by side.
+struct Pass {
+    start: Instant,
+    ends: Vec<Times>,
 }
 
-/// Output tokens a second, from when every sequence has its first token to when the first one ends.
-fn decode(engine: &EngineHandle, args: &Args, vocab: u32, rep: u32) -> Result<Decode> {
-    let tokens = |seq| prompt(args.depth + 1, vocab, rep, seq);
-    let ends = run_batch(engine, args.batch, |seq| deep(args, tokens(seq), args.tg + 1))?;
-    let begin = ends.iter().map(|s| s.first).max().unwrap_or_else(Instant::now);
-    let end = ends.iter().map(|s| s.last).max().unwrap_or(begin);
-    let tokens = ends.iter().flat_map(|s| &s.tokens).filter(|t| **t > begin).count();
-    let seconds = (end - begin).as_secs_f64();
-    let steps = engine.last_steps(args.tg as usize);
-    let bytes: u64 = steps.iter().map(|s| s.weight_bytes + s.kv_bytes).sum();
-    let bytes_per_step = bytes as f64 / steps.len().max(1) as f64;
-    // A step lands a token for each sequence, and more where drafts were right.
-    let landed: u64 = steps.iter().map(|s| u64::from(s.tokens)).sum();
-    let n_steps = tokens as f64 * steps.len() as f64 / landed.max(1) as f64;
-    Ok(Decode {
-        tokens_per_s: tokens as f64 / seconds,
-        step: step_json(&steps),
-        bytes_per_step,
-        bytes_per_s: bytes_per_step * n_steps / seconds,
-    })
+impl Pass {
+    /// Runs prompts of `prompt_len` tokens behind the depth, and `output` tokens behind the first that each gives.
+    fn run(engine: &EngineHandle, args: &Args, vocab: u32, rep: u32, prompt_len: u32, output: u32) -> Result<Pass> {
+        let start = Instant::now();
+        let tokens = |seq| prompt(args.depth + prompt_len, vocab, rep, seq);
+        let ends = run_batch(engine, args.batch, |seq| deep(args, tokens(seq), output + 1))?;
+        Ok(Pass { start, ends })
+    }
+
+    /// When every sequence has its first token.
+    fn begun(&self) -> Instant {
+        self.ends.iter().map(|seq| seq.first).max().unwrap_or(self.start)
+    }
+
+    /// Prompt tokens a second, from submission to the last first token.
+    fn prefill(&self, args: &Args) -> f64 {
+        f64::from(args.pp * args.batch) / (self.begun() - self.start).as_secs_f64()
+    }
+
+    /// Output tokens a second, from when every sequence has its first token to when the first one ends.
+    fn decode(&self, engine: &EngineHandle, args: &Args) -> Decode {
+        let begin = self.begun();
+        let end = self.ends.iter().map(|seq| seq.last).max().unwrap_or(begin);
+        let tokens = self.ends.iter().flat_map(|seq| &seq.tokens).filter(|at| **at > begin).count();
+        let seconds = (end - begin).as_secs_f64();
+        let steps = engine.last_steps(args.tg as usize);
+        let bytes: u64 = steps.iter().map(|s| s.weight_bytes + s.kv_bytes).sum();
+        let bytes_per_step = bytes as f64 / steps.len().max(1) as f64;
+        // A step lands a token for each sequence, and more where drafts were right.
+        let landed: u64 = steps.iter().map(|s| u64::from(s.tokens)).sum();
+        let n_steps = tokens as f64 * steps.len() as f64 / landed.max(1) as f64;
+        Decode {
+            tokens_per_s: tokens as f64 / seconds,
+            step: step_json(&steps),
+            bytes_per_step,
+            bytes_per_s: bytes_per_step * n_steps / seconds,
+        }
+    }
 }
 
 /// What a step was and took: medians, so that a prompt's step or one after a pause does not show.
