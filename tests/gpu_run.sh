@@ -12,11 +12,21 @@ row() { printf '%-40s %s\n' "$1" "$2" | tee -a results/table.txt; }
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | tee results/gpu.txt
 
+# NAME, then arguments of arc-conformance.
+conformance() {
+    local name=$1
+    shift
+    bin/arc-conformance --require-gpu "$@" >"results/$name.txt" 2>&1 || fail=1
+    row "$name" "$(tail -1 "results/$name.txt")"
+    grep ^FAIL "results/$name.txt"
+}
+
 models=()
-for model in models/*.gguf; do [ -e "$model" ] && models+=(--model "$model"); done
-bin/arc-conformance --require-gpu "${models[@]}" "$@" >results/conformance.txt 2>&1 || fail=1
-row conformance "$(tail -1 results/conformance.txt)"
-grep ^FAIL results/conformance.txt
+for model in models/*.gguf models/*/native; do [ -e "$model" ] && models+=(--model "$model"); done
+conformance conformance "${models[@]}" "$@"
+# The widths of DeepSeek-V4-Flash, a layer of each kind: both devices run the whole of it.
+slice=synthetic:deepseek-v4-slice,experts=16,vocab=8192
+conformance slice --model $slice $slice/devices $slice/greedy_reference
 
 bin/arc-conformance --require-gpu --perf "$@" >results/perf.txt 2>&1 || fail=1
 row "times of kernels" "$(tail -1 results/perf.txt)"
@@ -70,6 +80,21 @@ if [ "$(nvidia-smi --query-gpu=memory.free --format=csv,noheader,nounits | head 
         flash b$batch --context 4096 --max-rows $batch --batch $batch --pp 8 --tg 32 --reps 2
     done
     flash prefill --context 8192 --pp 4096 --tg 0 --reps 3
+    flash prefill-1k --context 8192 --pp 1000 --tg 0 --reps 3
+    # What a step costs that also checks drafts, whose own making is part of it.
+    for drafts in 1 2 3; do
+        bench flash-drafts-$drafts synthetic:deepseek-v4-flash --speculate $drafts --context 4096 --max-rows 8 --pp 0 --tg 64 \
+            --reps 2
+    done
+    flash entering --mixed --batch 8 --context 34000 --pp 32000 --tg 1600 --reps 1 --warm-up 0
+    # A context of 128 k that was read, token by token.
+    flash read-128k --context 130000 --pp 128000 --tg 64 --reps 1 --warm-up 0 --together
+    # The device's memory while 2,600 tokens come.
+    while sleep 0.5; do nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits; done >results/memory.txt &
+    watch=$!
+    flash long --context 4096 --max-rows 4 --pp 0 --tg 2600 --reps 1 --warm-up 0
+    kill $watch
+    row "MiB in use while they come" "$(tail -15 results/memory.txt | head -13 | sort -u | paste -sd ' ')"
     # The same logits at every loading, and however the prompt is cut.
     echo 11 4711 99 12345 7 800 31337 2 5 60000 17 3 9 1 44 128 100000 5 6 7 8 9 10 11 >results/ids
     for run in 1.a 1.b 3.a 4.a 4.b; do

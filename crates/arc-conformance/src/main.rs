@@ -14,6 +14,7 @@ mod chain;
 mod compare;
 mod draft;
 mod faults;
+mod golden;
 mod hc;
 mod inputs;
 mod kv;

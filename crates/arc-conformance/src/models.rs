@@ -20,8 +20,8 @@ use arc_engine::runner::Runner;
 use arc_engine::scheduler::buckets::Buckets;
 
 use crate::inputs::Rng;
-use crate::row_faults;
 use crate::suite::{Suite, Verdict};
+use crate::{golden, row_faults};
 
 /// Two candidates that lie this close, in logits, are a near-tie: see `tests/greedy.rs` of the engine.
 const NEAR_TIE: f32 = 0.5;
@@ -39,7 +39,12 @@ pub fn cases(suite: &mut Suite, models: &[PathBuf]) {
         suite.case(&format!("model/{name}/flat"), |suite| flat(suite, path));
         suite.case(&format!("model/{name}/replay"), |suite| replay(suite, path));
         suite.case(&format!("model/{name}/scripted_drafts"), |suite| scripted_drafts(suite, path));
+        golden::cases(suite, &name, path);
         let Ok(file) = ModelFile::open(path) else { continue };
+        if let Ok(ModelConfig::DeepseekV4(_)) = ModelConfig::read(&file) {
+            suite.case(&format!("model/{name}/devices"), |suite| golden::devices(suite, path));
+            suite.case(&format!("model/{name}/greedy_reference"), |suite| greedy_reference(suite, path));
+        }
         if row_faults::can_be_poisoned(&file) {
             suite.case(&format!("model/{name}/row_faults"), |suite| row_faults::rows(suite, path));
         }
@@ -69,9 +74,29 @@ pub struct Rig {
 
 /// Which device, and how.
 #[derive(Clone, Copy)]
-enum On {
+pub enum On {
+    /// The replica.
     Cpu,
-    Gpu { ordinal: usize, capture: bool },
+    /// What is tested.
+    Gpu {
+        /// Which, in the driver's count.
+        ordinal: usize,
+        /// Whether it records steps.
+        capture: bool,
+    },
+}
+
+impl On {
+    /// Of the CPU.
+    pub fn threads() -> usize {
+        std::thread::available_parallelism().map_or(2, usize::from).min(16)
+    }
+}
+
+/// Ids of a model.
+pub fn vocab(path: &Path) -> Result<u32, String> {
+    let read = || ModelConfig::read(&ModelFile::open(path)?);
+    read().map(|config| config.shape().vocab as u32).map_err(|error| error.to_string())
 }
 
 /// Room for `slots` sequences of the longest kind.
@@ -133,14 +158,11 @@ impl Rig {
         let keys = buckets.keys(&limits, &numbers);
         let set_up = EngineConfig { buckets, switches, speculate, ..EngineConfig::default() };
         let started = match on {
-            On::Cpu => {
-                let threads = std::thread::available_parallelism().map_or(2, usize::from).min(8);
-                engine::spawn(set_up, limits, vocab, move || {
-                    let mut dev = Cpu::new(threads, limits);
-                    let model = Model::load(&mut dev, &file, &config, &limits)?;
-                    Ok::<_, LoadError>(Runner::new(dev, model))
-                })
-            }
+            On::Cpu => engine::spawn(set_up, limits, vocab, move || {
+                let mut dev = Cpu::new(On::threads(), limits);
+                let model = Model::load(&mut dev, &file, &config, &limits)?;
+                Ok::<_, LoadError>(Runner::new(dev, model))
+            }),
             On::Gpu { ordinal, capture } => engine::spawn(set_up, limits, vocab, move || {
                 let mut dev = Cuda::new(CudaOptions { ordinal, capture, late: false }, limits)?;
                 let script = match drafts {
@@ -177,7 +199,7 @@ impl Rig {
 fn wait(events: &Receiver<Event>) -> Result<Vec<TokenEvent>, String> {
     let mut tokens = Vec::new();
     loop {
-        match events.recv_timeout(Duration::from_secs(60)).map_err(|error| format!("no event: {error}"))? {
+        match events.recv_timeout(Duration::from_secs(300)).map_err(|error| format!("no event: {error}"))? {
             Event::Prompt(_) => {}
             Event::Token(token) => tokens.push(token),
             Event::Finished(finished) if finished.reason == FinishReason::Length => return Ok(tokens),
@@ -195,16 +217,32 @@ fn request(prompt: Vec<u32>, n: u32, sampling: SamplerConfig, top: u32) -> Reque
     Request { max_tokens: Some(n), logprobs: Some(top), ignore_stop: true, ..Request::new(prompt, sampling) }
 }
 
-/// Twenty prompts, 128 tokens: equal on both devices, or parted at a near-tie of both, which is shown.
+/// Twenty prompts, 128 tokens.
 fn greedy(suite: &Suite, path: &Path) -> Verdict {
-    let cpu = Rig::new(On::Cpu, path, limits(20, 128), Switches::default())?;
-    let gpu =
-        Rig::new(On::Gpu { ordinal: suite.ordinal(), capture: true }, path, limits(20, 128), Switches::default())?;
-    let requests = || {
-        let mut rng = Rng(17);
-        let greedy = SamplerConfig { temperature: 0.0, ..SamplerConfig::default() };
-        (0..20).map(|i| request(prompt(&mut rng, 4 + 9 * i, cpu.vocab), 128, greedy.clone(), 5)).collect::<Vec<_>>()
-    };
+    let mut rng = Rng(17);
+    both(suite, path, limits(20, 128), Numerics::Serving, |vocab| {
+        (0..20).map(|i| (prompt(&mut rng, 4 + 9 * i, vocab), 128)).collect()
+    })
+}
+
+/// A prompt of 400 tokens and 64 behind it, in float32: there, random weights are no more chaotic than others.
+fn greedy_reference(suite: &Suite, path: &Path) -> Verdict {
+    both(suite, path, limits(1, 256), Numerics::Reference, |vocab| vec![(prompt(&mut Rng(19), 400, vocab), 64)])
+}
+
+/// Prompts with so many greedy tokens behind each: equal on both devices, or parted at a near-tie of both, which is shown.
+fn both(
+    suite: &Suite,
+    path: &Path,
+    limits: Limits,
+    numerics: Numerics,
+    prompts: impl FnOnce(u32) -> Vec<(Vec<u32>, u32)>,
+) -> Verdict {
+    let rig = |on| Rig::with(on, path, limits, Switches::default(), Drafts::Off, numerics);
+    let (cpu, gpu) = (rig(On::Cpu)?, rig(On::Gpu { ordinal: suite.ordinal(), capture: true })?);
+    let greedy = SamplerConfig { temperature: 0.0, ..SamplerConfig::default() };
+    let prompts = prompts(cpu.vocab);
+    let requests = || prompts.iter().map(|(prompt, n)| request(prompt.clone(), *n, greedy.clone(), 5)).collect();
     let (want, got) = (cpu.ask(requests())?, gpu.ask(requests())?);
     let (mut equal, mut ties) = (0, Vec::new());
     for (i, (want, got)) in want.iter().zip(&got).enumerate() {
@@ -228,7 +266,7 @@ fn greedy(suite: &Suite, path: &Path) -> Verdict {
         .flat_map(|(want, got)| want.iter().zip(got).take_while(|(a, b)| a.id == b.id))
         .map(|(a, b)| (a.logprob.unwrap_or(0.0) - b.logprob.unwrap_or(0.0)).abs())
         .fold(0.0, f32::max);
-    Ok(format!("{equal} of 20 equal, largest logprob difference {largest:.2e}, near-ties: {ties:?}"))
+    Ok(format!("{equal} of {} equal, largest logprob difference {largest:.2e}, near-ties: {ties:?}", want.len()))
 }
 
 /// A sampled request gives the same tokens and the same bits of logprobs in every company, chunking and mode.

@@ -2,9 +2,9 @@
 //
 // latent_attend  one block a split of 80 rows of a query's own list, for 16 heads, whose queries it norms and rotates:
 //                scores and sums by BF16 mma with f32 sums, queries and weights cut into two BF16 terms, or three where
-//                rows are f32; rows of the format Fp8 are BF16 numbers as they are. Splits are merged ascending, by the
-//                blocks of a cluster, each a share of the values, or by latent_merge.
-//                Invariant; bounded by the terms (2^-17 of a score and of a weight in the format Fp8).
+//                rows are f32 or not 512 wide; rows of the format Fp8 are BF16 numbers as they are. Splits are merged
+//                ascending, by the blocks of a cluster, each a share of the values, or by latent_merge.
+//                Invariant; bounded by the terms (two hold 2^-17 of a score and of a weight).
 //
 // What runs ahead. Over few rows, the product that makes the queries lets its successor start after its own wait (`late`). So
 // when a block of latent_rows starts, every kernel before that product has ended: rows, compressors, index queries and row
@@ -303,8 +303,9 @@ struct HeadConsts {
 // PLANES: BF16 terms of a row's value. DIM: values of a row, or 0: as `a` says.
 template <uint32_t PLANES, uint32_t DIM>
 __device__ void attend(const LatentArgs& a, const StepView& view) {
-    // BF16 terms of queries and weights.
-    constexpr uint32_t kQueryTerms = PLANES == 1 ? 2 : 3, kWeightTerms = kQueryTerms;
+    // BF16 terms of queries and weights: two where production's rows are read, in which every product counts; three hold all
+    // of an f32, so that models of other widths, which are small, come as close to a golden as f32 does.
+    constexpr uint32_t kQueryTerms = PLANES == 1 && DIM != 0 ? 2 : 3, kWeightTerms = kQueryTerms;
     extern __shared__ __align__(16) uint8_t dynamic[];
     __shared__ float part_m[kHeads], part_l[kHeads], total_m[kHeads], total_l[kHeads], keep_of[kHeads], add_of[kHeads];
     __shared__ float sink_of[kHeads];
