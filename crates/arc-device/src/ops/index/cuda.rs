@@ -7,6 +7,7 @@ use crate::ops::index::{IndexConfig, MAX_INDEX_DIM};
 use crate::ops::latent::RowFormat;
 use crate::ops::quant::INDEX_DIM;
 use crate::ops_v4::{LatentLayer, LatentState, LatentWork};
+use crate::step::BLOCK_TOKENS;
 
 /// Most scores that a block of `index_pick` keeps in shared memory.
 const KEPT: usize = 48 << 10;
@@ -15,6 +16,19 @@ const STRAIGHT_HEADS: usize = 64;
 /// Most scores that `index_choose` picks among, and blocks that score, at most.
 const MOST_CHOSEN: usize = 64 * 256;
 const SCORERS: usize = 64;
+/// Most scores that a block of `index_choose` keeps: of more, `index_choose_many` chooses where it can.
+const FEW: usize = 2048;
+/// What `index_choose_many` has: blocks that score and scores that each of them keeps, at most; scores of warps that such a
+/// block tells the others; entries of its list that are there in any case; and the most rows that it may choose.
+const MANY_SCORERS: usize = 128;
+const MANY_KEPT: usize = 2072;
+const MANY_BESTS: usize = 16;
+const MANY_LOOK: usize = 16;
+const MANY_TOP: usize = 1024;
+/// Blocks of the row's own kernel beside which there is no room.
+const ROWS_BLOCKS: usize = 4;
+/// Keys that are scored together.
+const TILE: usize = 8;
 /// Words of a choice: its number, how many blocks of the row's own kernel have left what they have to, how many heads are there;
 /// heads as keys are stored; their weights, then scores, with numbers.
 const PACKED_AT: usize = 4;
@@ -35,6 +49,10 @@ pub(crate) enum Came {
 /// What one row's choice beside a product needs.
 pub(crate) struct Choice {
     words: CudaBuf<u32>,
+    /// What blocks of `index_choose_many` tell one another, and the lists that they make; their words.
+    many: CudaBuf<u32>,
+    /// Multiprocessors.
+    processors: usize,
     /// How the last index query came.
     pub came: Came,
     /// Blocks of the last row's own kernel.
@@ -46,13 +64,33 @@ impl Choice {
     pub(crate) fn new(dev: &mut Cuda) -> Result<Choice> {
         let scores = dev.limits.context.min(MOST_CHOSEN);
         let words = dev.take("one row's choice", MemoryClass::Workspace, SCORES_AT + 2 * scores)?;
-        Ok(Choice { words, came: Came::Early, rows_blocks: 0 })
+        // Keys are of at least four tokens there.
+        let most = dev.limits.context / 4;
+        let bests = 2 * MANY_SCORERS * MANY_BESTS;
+        // Blocks have whole tiles, at least one for each warp.
+        let lists = 4 * (most + MANY_SCORERS * TILE * 8);
+        let words_many = bests + if most > FEW { lists } else { 0 };
+        let many = dev.take("a choice among many", MemoryClass::Workspace, words_many)?;
+        Ok(Choice { words, many, processors: dev.multiprocessors() as usize, came: Came::Early, rows_blocks: 0 })
+    }
+
+    /// Blocks of `index_choose_many` that score, and entries of a list of each, for at most so many keys: those of the row's own
+    /// kernel leave no room beside them. `None` where another kernel has to choose.
+    fn many(&self, layer: &LatentLayer<'_, Cuda>, most: usize) -> Option<(usize, usize)> {
+        let (index, keys) = layer.index?;
+        let scorers = self.processors.checked_sub(ROWS_BLOCKS + 1)?.min(MANY_SCORERS);
+        let kept = TILE * most.div_ceil(TILE).div_ceil(scorers.max(1)).max(8);
+        let room = (self.many.len() - 2 * MANY_SCORERS * MANY_BESTS) / 4;
+        let stride = kept.max(MANY_LOOK);
+        let fits = keys.ratio == BLOCK_TOKENS / TILE && index.top <= MANY_TOP && kept <= MANY_KEPT;
+        (most > FEW && scorers > 0 && fits && scorers * stride <= room).then_some((scorers, stride))
     }
 
     /// Whether one row's choice among the keys of a context of `tokens` can run beside a product.
     pub(crate) fn fits(&self, layer: &LatentLayer<'_, Cuda>, tokens: usize) -> bool {
         let most = layer.index.map_or(usize::MAX, |(_, keys)| tokens / keys.ratio);
-        straight(layer) && 2 * most <= self.words.len() - SCORES_AT
+        let few = 2 * most <= self.words.len() - SCORES_AT;
+        straight(layer) && (few || self.many(layer, most).is_some())
     }
 
     /// Address of the number of the choice before.
@@ -97,6 +135,16 @@ struct Sent {
 }
 const _: () = assert!(size_of::<Sent>() == 64);
 
+/// `Lists` of index.cu.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct Lists {
+    bests: u64,
+    at: u64,
+    stride: u32,
+}
+const _: () = assert!(size_of::<Lists>() == 24);
+
 /// Whether keys and queries may meet as integers.
 fn straight(layer: &LatentLayer<'_, Cuda>) -> bool {
     let fits = |index: IndexConfig| index.heads == STRAIGHT_HEADS && index.dim == INDEX_DIM;
@@ -127,7 +175,7 @@ impl Cuda {
         let came =
             self.latent.choice.as_mut().map_or(Came::Early, |choice| std::mem::replace(&mut choice.came, Came::Early));
         if let Some(choice) = self.latent.choice.as_ref().filter(|_| came == Came::Beside) {
-            let (blocks, view) = (most.div_ceil(8 * 8).clamp(1, SCORERS) + 1, self.view());
+            let (blocks, view) = (most.div_ceil(TILE * 8).clamp(1, SCORERS) + 1, self.view());
             let sent = Sent {
                 packed: choice.packed(),
                 weights: choice.weights(),
@@ -139,6 +187,14 @@ impl Cuda {
                 most: most as u32,
                 factor,
             };
+            if let Some((scorers, stride)) = choice.many(layer, most) {
+                let bests = choice.many.ptr();
+                let at = bests + 8 * (MANY_SCORERS * MANY_BESTS) as u64;
+                let lists = Lists { bests, at, stride: stride as u32 };
+                let grid = Grid::new(scorers as u32 + 1, 256);
+                let args = [Arg::of(&args), Arg::of(&sent), Arg::of(&lists), picks.into(), Arg::of(&view)];
+                return self.launch(kernel!("index_choose_many"), grid, &args);
+            }
             return self.launch(
                 kernel!("index_choose"),
                 Grid::new(blocks as u32, 256),

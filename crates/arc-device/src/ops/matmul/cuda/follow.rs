@@ -37,7 +37,7 @@ const NORMED_AT: u64 = 16;
 const NORMED_BYTES: u64 = 16 + 8 * (FIRST_PAIRS + SECOND_PAIRS) as u64;
 /// What a block leaves of a multiprocessor's shared memory to the small blocks of the kernels after it.
 const LEFT: u32 = 3200;
-const LEFT_TO_CHOICE: u32 = 18 << 10;
+const LEFT_TO_CHOICE: u32 = 19 << 10;
 
 /// The query of an indexer, which stands behind the same norm as the second product.
 #[derive(Clone, Copy)]
