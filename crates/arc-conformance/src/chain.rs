@@ -15,7 +15,7 @@ use arc_device::ops_v4::{
     CompressorWeights, HcSite, Incoming, IndexWeights, LatentLayer, LatentState, LatentWeights, LatentWork, OpsV4,
     PoolState, PoolWeights, Streams,
 };
-use arc_device::step::{CtxClass, Part, StepKey};
+use arc_device::step::{CtxClass, Part, StepDelta, StepKey};
 use arc_device::{Alloc, Landing, MemoryClass, ModelShape, Norm, Readback, Steps};
 
 use crate::compare::{all, equal, equal_bits, equal_or_nan, within};
@@ -364,8 +364,13 @@ fn attend<D: OpsV4 + Alloc + Landing + Readback + Steps>(
 struct Choice {
     pos: usize,
     top: usize,
-    /// Whether all keys are alike.
+    /// Whether all keys are alike, and whether scores are NaN.
     alike: bool,
+    faulty: bool,
+    /// Whether between two steps there is one whose row is not live.
+    idle: bool,
+    /// Positions that there is room for.
+    room: usize,
     eps: f32,
 }
 
@@ -378,17 +383,20 @@ struct Chosen {
     out: Vec<f32>,
 }
 
-/// Positions that a choice has room for.
+/// Positions that a choice has room for: among few keys, among many, and of a long context.
 const ROOM: usize = 4096;
+const WIDE: usize = 32_768;
+const LONG: usize = 131_072;
 const KEYS: Compressor = Compressor { ratio: 4, overlap: 2, dim: 128 };
 
 /// An index query that shares its launch with the products before and behind it, and a choice beside them, against steps of
 /// one stage each: no keys but those that are chosen, few and many of them, of a row that completes one and that does not.
 fn chosen(suite: &mut Suite) {
-    let at = |pos, top| Choice { pos, top, alike: false, eps: 1e-6 };
+    let at = |pos, top| Choice { pos, top, alike: false, faulty: false, idle: false, room: ROOM, eps: 1e-6 };
+    let wide = |pos| Choice { room: WIDE, ..at(pos, 512) };
     let same = |suite: &Suite, [alone, together]: [Choice; 2], mutant| -> Verdict {
-        let run = |choice, together, mutant| {
-            let mut gpu = suite.gpu(limits(1, ROOM)).map_err(|error| error.to_string())?;
+        let run = |choice: Choice, together, mutant| {
+            let mut gpu = suite.gpu(limits(1, choice.room)).map_err(|error| error.to_string())?;
             gpu.set_mutant(mutant);
             choose(&mut gpu, choice, together).map_err(|error| error.to_string())
         };
@@ -407,9 +415,28 @@ fn chosen(suite: &mut Suite) {
         let name = format!("chain/one row's choice/{} of {}", choice.top, KEYS.visible(choice.pos as u32));
         suite.case(&name, |suite| same(suite, [choice; 2], Mutant::None));
     }
-    let (choice, alike) = (at(3999, 512), Choice { alike: true, ..at(3999, 512) });
-    suite.case("chain/one row's choice/of keys alike", |suite| same(suite, [alike; 2], Mutant::None));
-    suite.mutant("chain/one row's choice/later ties", |suite| same(suite, [alike; 2], Mutant::LaterTies));
+    let long = Choice { room: LONG, ..at(70_000, 512) };
+    // Where few become many, too.
+    for choice in [wide(3999), wide(8191), wide(8195), wide(9003), wide(20_002), wide(20_003), long] {
+        let name = format!("chain/one row's choice/{} tokens of {}", choice.pos + 1, choice.room);
+        suite.case(&name, |suite| same(suite, [choice; 2], Mutant::None));
+    }
+    let choice = at(3999, 512);
+    for (name, choice) in [("few", choice), ("many", wide(9003)), ("more", wide(20_003))] {
+        let alike = Choice { alike: true, ..choice };
+        suite.case(&format!("chain/one row's choice/of {name} alike"), |suite| same(suite, [alike; 2], Mutant::None));
+        suite.mutant(&format!("chain/one row's choice/later ties of {name}"), |suite| {
+            same(suite, [alike; 2], Mutant::LaterTies)
+        });
+        let idle = Choice { idle: true, ..choice };
+        suite.case(&format!("chain/one row's choice/of {name} around a row that is not live"), |suite| {
+            same(suite, [idle; 2], Mutant::None)
+        });
+        let faulty = Choice { faulty: true, ..choice };
+        suite.case(&format!("chain/one row's choice/of {name} with NaN"), |suite| {
+            same(suite, [faulty; 2], Mutant::None)
+        });
+    }
     suite.mutant("chain/one row's choice/another norm", |suite| {
         same(suite, [Choice { eps: EPS, ..choice }, choice], Mutant::None)
     });
@@ -430,7 +457,9 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
         let bias = dev.vector("bias", &rng.values(shape.ratio * shape.width(), 1.0))?;
         DeviceResult::Ok(CompressorWeights { bias, norm: dev.vector("norm", &rng.values(shape.dim, 1.0))? })
     };
-    let rope_table = dev.vector("rope", &rng.values(ROOM * 64, 1.0))?;
+    // Few angles, over and over, where there is room for many positions.
+    let angles = rng.values(ROOM * 64, 1.0).repeat(choice.room / ROOM);
+    let rope_table = dev.vector("rope", &angles)?;
     let layer = LatentLayer { rows: Some(rows), index: Some((index, KEYS)), ..layer(attention, RANK, &rope_table) };
     let q_b = matrix(dev, Format::F16, 1, index.heads * index.dim, RANK)?;
     let w = LatentWeights {
@@ -456,10 +485,14 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
     let pool_state = |dev: &mut Cuda, rng: &mut Rng, shape: Compressor, format: RowFormat| {
         let mut ring = dev.alloc::<f32>("test", MemoryClass::State, shape.ring_elements(1))?;
         dev.write(&mut ring, &rng.values(shape.ring_elements(1), 1.0))?;
-        let mut rows = stored(rng, format, shape.dim, ROOM / shape.ratio);
+        let mut rows = stored(rng, format, shape.dim, choice.room / shape.ratio);
+        let one = format.row_bytes(shape.dim);
         if choice.alike && format == RowFormat::Fp4 {
-            let one = format.row_bytes(shape.dim);
             (one..rows.len()).for_each(|i| rows[i] = rows[i % one]);
+        }
+        if choice.faulty && format == RowFormat::Fp4 {
+            // No number is a scale of a block with this byte.
+            rows.chunks_mut(one).step_by(700).for_each(|row| row[one - 1] = u8::MAX);
         }
         DeviceResult::Ok(PoolState { ring, rows: bytes(dev, &rows)? })
     };
@@ -471,11 +504,17 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
     let (y, mut streams) = output_and_streams(dev, &mut rng, 1)?;
     let mut h = dev.alloc::<f32>("test", class, DIM)?;
     dev.finish(&ModelShape { vocab: 64, hidden: DIM, post_norms: false, gathered: STREAMS * DIM })?;
-    dev.stage(&delta(&[Run { pos: choice.pos, rows: 1, live: true }], ROOM))?;
+    let table = |live| delta(&[Run { pos: choice.pos, rows: 1, live }], choice.room);
+    dev.stage(&table(true))?;
     dev.set_replay(false);
     let cfg = HcConfig { dim: DIM, iterations: 20, eps: 1e-6, norm_eps: 1e-6 };
     let mut left = Vec::new();
-    for _ in 0..3 {
+    for token in 0..3 {
+        let live = token != 1 || !choice.idle;
+        if choice.idle && token != 0 {
+            let rows = table(live).rows;
+            dev.stage(&StepDelta { rows, ..StepDelta::default() })?;
+        }
         let mut stage = |dev: &mut Cuda, stage: usize| match stage {
             0 => {
                 let norm = Norm { weight: &weight, eps: EPS };
@@ -486,11 +525,15 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
             3 => dev.index_select(&mut ws, &state, &layer, 1),
             _ => dev.attn_latent(&mut ws, &mut state, &w, &layer, true, 1),
         };
-        let key = StepKey::new(1, 256, CtxClass::Medium, Part::Forward);
+        let key = StepKey::new(1, 256, CtxClass::of(choice.room as u32), Part::Forward);
         if together {
             dev.step(key, &mut |dev| (0..5).try_for_each(|i| stage(dev, i)))?;
         } else {
             (0..5).try_for_each(|i| dev.step(key, &mut |dev| stage(dev, i)).map(drop))?;
+        }
+        // What comes of a row that is not live is nobody's matter.
+        if !live {
+            continue;
         }
         let read = |dev: &mut Cuda, buf, len| {
             let mut values = vec![0.0; len];
