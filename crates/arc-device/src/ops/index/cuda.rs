@@ -25,7 +25,7 @@ const MANY_KEPT: usize = 2072;
 const MANY_BESTS: usize = 16;
 const MANY_LOOK: usize = 16;
 const MANY_TOP: usize = 1024;
-/// Blocks of the row's own kernel beside which there is no room.
+/// Blocks of the row's own kernel where it leaves no tiles (`latent_q_kv`): beside them there is no room.
 const ROWS_BLOCKS: usize = 4;
 /// Keys that are scored together.
 const TILE: usize = 8;

@@ -1360,6 +1360,8 @@ extern "C" __global__ void __maxnreg__(168) index_choose_many(LatentArgs a, Sent
         } scoring;
     } shared;
     static_assert(sizeof(Classes) <= sizeof(shared.scoring.ring) && kHeads * kDim <= 4 * kMostKept);
+    // What the product leaves: LEFT_TO_CHOICE of follow.rs, less what every block takes and the marks.
+    static_assert(sizeof(shared) + 64 <= 18 << 10);
     const bool picker = blockIdx.x == gridDim.x - 1;
     __shared__ unsigned mark_at;
     Marks(kMarkChoose, picker | 2u).keep(&mark_at);
