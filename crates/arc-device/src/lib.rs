@@ -155,6 +155,58 @@ pub struct QkvConfig<'a, D: Buffers> {
     pub k_norm: Option<Norm<'a, D>>,
 }
 
+/// One layer of a dense decoder, for [`Ops::layers`].
+pub struct DenseLayer<'a, D: Buffers> {
+    /// In front of the attention.
+    pub attn_norm: Norm<'a, D>,
+    /// Queries, keys and values, `[(n_heads + 2 n_kv_heads) * head_dim, hidden]`.
+    pub qkv: &'a D::Matrix,
+    /// `[qkv.out]`.
+    pub qkv_bias: Option<&'a D::Buf<f32>>,
+    /// Heads, rope, head norms.
+    pub heads: QkvConfig<'a, D>,
+    /// Its keys and values.
+    pub kv: &'a mut KvLayer<D>,
+    /// `[hidden, n_heads * head_dim]`.
+    pub attn_out: &'a D::Matrix,
+    /// Over what the attention adds.
+    pub attn_post_norm: Option<Norm<'a, D>>,
+    /// In front of the units.
+    pub ffn_norm: Norm<'a, D>,
+    /// Gate over up, `[2 * ffn, hidden]`.
+    pub gate_up: &'a D::Matrix,
+    /// The gate's.
+    pub act: Activation,
+    /// `[hidden, ffn]`.
+    pub down: &'a D::Matrix,
+    /// Over what the units add.
+    pub ffn_post_norm: Option<Norm<'a, D>>,
+}
+
+/// What the layers of a dense decoder work on.
+pub struct DenseRows<'a, D: Buffers> {
+    /// The residual stream, `[rows, hidden]`.
+    pub x: &'a mut D::Buf<f32>,
+    /// Scratch, `[rows, qkv.out]`.
+    pub qkv: &'a mut D::Buf<f32>,
+    /// Scratch, `[rows, n_heads * head_dim]`.
+    pub attention: &'a mut D::Buf<f32>,
+    /// Scratch, `[rows, ffn]`.
+    pub ffn: &'a mut D::Buf<f32>,
+}
+
+impl<D: Ops> DenseLayer<'_, D> {
+    /// The layer by its stages.
+    pub fn run(self, dev: &mut D, on: &mut DenseRows<'_, D>, rows: usize) -> Result<()> {
+        dev.norm_matmul(on.qkv, on.x, self.attn_norm, self.qkv, self.qkv_bias, rows)?;
+        dev.qkv_rope_append(on.qkv, self.kv, &self.heads, rows)?;
+        dev.attention(on.attention, on.qkv, self.kv, &self.heads.attention, rows)?;
+        dev.matmul_residual(on.x, on.attention, self.attn_out, self.attn_post_norm, rows)?;
+        dev.norm_gate_up_glu(on.ffn, on.x, self.ffn_norm, self.gate_up, self.act, rows)?;
+        dev.matmul_residual(on.x, on.ffn, self.down, self.ffn_post_norm, rows)
+    }
+}
+
 /// Model stages. None allocates, reads back, or waits.
 ///
 /// Convention: `out` first, then inputs, weights, configuration, rows. Activations are `[rows, dim]` f32, rows in the
@@ -217,6 +269,23 @@ pub trait Ops: Buffers {
         act: Activation,
         rows: usize,
     ) -> Result<()>;
+
+    /// Layers of a dense decoder, one after the other: what their stages make of `on.x`, `[rows, hidden]`. What is left in
+    /// scratch is nobody's matter.
+    fn layers<'a>(
+        &mut self,
+        on: &mut DenseRows<'_, Self>,
+        layers: &mut dyn Iterator<Item = DenseLayer<'a, Self>>,
+        rows: usize,
+    ) -> Result<()>
+    where
+        Self: 'a,
+    {
+        for layer in layers {
+            layer.run(self, on, rows)?;
+        }
+        Ok(())
+    }
 
     /// Gathers the head rows of the table and computes their logits. `logits`: `[heads, vocab]`; `x`: `[rows, dim]`.
     /// `softcap`: logits become `softcap * tanh(logits / softcap)`.

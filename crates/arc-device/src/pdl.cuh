@@ -31,7 +31,7 @@ __device__ __forceinline__ void trace_begin() {
 // between (4); of one row's experts, which warps: those that multiply, that which brings weights (1), that which sends units (2),
 // those that take them (3); of a router's choice, whether it is in the experts' kernel (1); of a choice among keys, the block that
 // picks (1), and whether they are many (2).
-enum MarkKind : unsigned { kMarkProduct, kMarkFollow, kMarkUp, kMarkExperts, kMarkDown, kMarkSite, kMarkRouter, kMarkChooser, kMarkAttend, kMarkRows, kMarkChoose };
+enum MarkKind : unsigned { kMarkProduct, kMarkFollow, kMarkUp, kMarkExperts, kMarkDown, kMarkSite, kMarkRouter, kMarkChooser, kMarkAttend, kMarkRows, kMarkChoose, kMarkLayers };
 
 // Times inside a block: one thread takes a place when the block begins (mark 1), and leaves a time at every mark. 2: the wait
 // is over; 3 and further: inputs are there, then what the kernel has in order.

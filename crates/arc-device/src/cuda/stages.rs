@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::ops::glu::Activation;
 use crate::ops::kv::AttentionConfig;
 use crate::ops::matmul::cuda::{Out, Source, Then};
-use crate::{KvLayer, Norm, Ops, QkvConfig};
+use crate::{DenseLayer, DenseRows, KvLayer, Norm, Ops, QkvConfig};
 
 /// Where a row info has its token.
 const TOKEN_AT: u64 = 12;
@@ -77,6 +77,22 @@ impl Ops for Cuda {
     ) -> Result<()> {
         let out = Out { at: out.ptr(), stride: w.rows / 2, then: Then::Glu(act) };
         self.product_of(w, Source::of(x, w.cols).normed(norm), out, rows)
+    }
+
+    fn layers<'a>(
+        &mut self,
+        on: &mut DenseRows<'_, Self>,
+        layers: &mut dyn Iterator<Item = DenseLayer<'a, Self>>,
+        rows: usize,
+    ) -> Result<()>
+    where
+        Self: 'a,
+    {
+        let layers: Vec<DenseLayer<'a, Self>> = layers.collect();
+        if self.layers_of_row(on.x, &layers, rows)? {
+            return Ok(());
+        }
+        layers.into_iter().try_for_each(|layer| layer.run(self, on, rows))
     }
 
     fn head(

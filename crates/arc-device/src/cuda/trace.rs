@@ -188,7 +188,7 @@ fn table(text: &mut String, name: &str, replays: usize, launches: &[Launched], s
 }
 
 /// Kernels that leave marks: `MarkKind` of pdl.cuh.
-const KINDS: [&str; 11] = [
+const KINDS: [&str; 12] = [
     "product over few rows",
     "two products",
     "experts' units",
@@ -200,6 +200,7 @@ const KINDS: [&str; 11] = [
     "attention",
     "rows",
     "index",
+    "layers",
 ];
 /// Words of a block's record: whose it is, then a time a mark.
 const RECORD: usize = 8;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! x = embed(token) * embed_scale
-//! for each layer:
+//! for each layer:                        layers, which are
 //!     q, k, v = W_qkv norm(x) + b        norm_matmul
 //!     rope, append                       qkv_rope_append
 //!     a = attention(q, cache)            attention
@@ -15,7 +15,7 @@
 use arc_device::error::Result;
 use arc_device::ops::matmul::{Bytes, MatrixSource};
 use arc_device::step::{Limits, Part, StepKey};
-use arc_device::{Alloc, Buffers, KvLayer, MemoryClass, Norm, Ops, QkvConfig};
+use arc_device::{Alloc, Buffers, DenseLayer, DenseRows, KvLayer, MemoryClass, Norm, Ops, QkvConfig};
 
 use super::config::{DecoderConfig, RopeTable, bad};
 use super::names::{Names, Which};
@@ -85,23 +85,29 @@ impl<D: Ops> Decoder<D> {
         let (config, ws) = (&self.config, &mut self.ws);
         let eps = config.eps;
         dev.embed(&mut ws.x, &self.embed, config.embed_scale, rows)?;
-        for (i, (l, kv)) in self.layers.iter().zip(&mut self.kv).enumerate() {
-            let qkv = QkvConfig {
+        let rope = &self.rope;
+        let mut layers = self.layers.iter().zip(&mut self.kv).enumerate().map(|(i, (l, kv))| DenseLayer {
+            attn_norm: Norm { weight: &l.attn_norm, eps },
+            qkv: &l.qkv,
+            qkv_bias: l.qkv_bias.as_ref(),
+            heads: QkvConfig {
                 attention: config.attention(i),
                 rope: config.rope,
-                rope_table: &self.rope[config.rope_table(i)],
+                rope_table: &rope[config.rope_table(i)],
                 q_norm: norm(l.q_norm.as_ref(), eps),
                 k_norm: norm(l.k_norm.as_ref(), eps),
-            };
-            let attn_norm = Norm { weight: &l.attn_norm, eps };
-            let ffn_norm = Norm { weight: &l.ffn_norm, eps };
-            dev.norm_matmul(&mut ws.qkv, &ws.x, attn_norm, &l.qkv, l.qkv_bias.as_ref(), rows)?;
-            dev.qkv_rope_append(&mut ws.qkv, kv, &qkv, rows)?;
-            dev.attention(&mut ws.attention, &ws.qkv, kv, &qkv.attention, rows)?;
-            dev.matmul_residual(&mut ws.x, &ws.attention, &l.attn_out, norm(l.attn_post_norm.as_ref(), eps), rows)?;
-            dev.norm_gate_up_glu(&mut ws.ffn, &ws.x, ffn_norm, &l.gate_up, config.act, rows)?;
-            dev.matmul_residual(&mut ws.x, &ws.ffn, &l.down, norm(l.ffn_post_norm.as_ref(), eps), rows)?;
-        }
+            },
+            kv,
+            attn_out: &l.attn_out,
+            attn_post_norm: norm(l.attn_post_norm.as_ref(), eps),
+            ffn_norm: Norm { weight: &l.ffn_norm, eps },
+            gate_up: &l.gate_up,
+            act: config.act,
+            down: &l.down,
+            ffn_post_norm: norm(l.ffn_post_norm.as_ref(), eps),
+        });
+        let mut on = DenseRows { x: &mut ws.x, qkv: &mut ws.qkv, attention: &mut ws.attention, ffn: &mut ws.ffn };
+        dev.layers(&mut on, &mut layers, rows)?;
         let head = self.head.as_ref().unwrap_or(&self.embed);
         dev.head(&mut ws.logits, &ws.x, Norm { weight: &self.norm, eps }, head, config.softcap, heads)
     }

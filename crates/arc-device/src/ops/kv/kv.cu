@@ -22,8 +22,6 @@ constexpr uint32_t kRunRows = 4;
 // Heads of one block of kv_attend, at most.
 constexpr uint32_t kBlockHeads = 4;
 constexpr uint32_t kThreads = 256;
-// Fault word: a row has more splits than the step was launched for.
-constexpr uint32_t kFaultContextClass = 0x6b760001;
 constexpr uint32_t kWarps = kThreads / 32;
 
 __device__ __forceinline__ bool in_run(const RowInfo& info) { return info.back + info.ahead + 1 >= kRunRows; }

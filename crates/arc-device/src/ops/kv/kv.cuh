@@ -16,6 +16,8 @@ constexpr uint32_t kSplitTiles = 8;
 constexpr uint32_t kSplitKeys = kBlockTokens * kSplitTiles;
 // Values of the widest head.
 constexpr uint32_t kMaxHeadDim = 256;
+// Fault word: a row has more splits than the step was launched for.
+constexpr uint32_t kFaultContextClass = 0x6b760001;
 
 // f32 to f16 as format/half.rs rounds: a NaN keeps its sign and upper payload and becomes quiet.
 __device__ __forceinline__ uint16_t f16_bits(float x) {

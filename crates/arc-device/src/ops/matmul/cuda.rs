@@ -9,6 +9,7 @@ mod experts;
 mod experts_row;
 mod follow;
 mod inputs;
+mod layers;
 mod matrix;
 mod plan;
 
