@@ -19,6 +19,7 @@ mod hc;
 mod inputs;
 mod kv;
 mod latent;
+mod layers;
 mod matmul;
 mod models;
 mod moe;
@@ -65,6 +66,7 @@ fn main() -> ExitCode {
     }
     matmul::cases(&mut suite);
     kv::cases(&mut suite);
+    layers::cases(&mut suite);
     sample::cases(&mut suite);
     quant::cases(&mut suite);
     latent::cases(&mut suite);
