@@ -21,8 +21,8 @@ __device__ __forceinline__ uint4 look(uint64_t at) {
     return make_uint4((uint32_t)low, (uint32_t)(low >> 32), (uint32_t)high, (uint32_t)(high >> 32));
 }
 
-// 32 values, one a lane, as int8 to all blocks: block `at` of the row. Words of codes, then the scale.
-__device__ __forceinline__ void send_codes(float v, uint64_t to, size_t at, uint32_t tag) {
+// 32 values, one a lane, as int8 to all blocks: three words, `step` bytes from one to the next, of codes and then the scale.
+__device__ __forceinline__ void send_codes_apart(float v, uint64_t to, uint32_t step, uint32_t tag) {
     const uint32_t lane = threadIdx.x & 31, l = min(lane, 2u);
     float four[1][4];
 #pragma unroll
@@ -31,7 +31,9 @@ __device__ __forceinline__ void send_codes(float v, uint64_t to, size_t at, uint
     quantise(four, made);
     const uint32_t x = __shfl_sync(~0u, made[0].q, 3 * l), y = __shfl_sync(~0u, made[0].q, 3 * l + 1);
     const uint32_t z = __shfl_sync(~0u, made[0].q, 3 * l + 2);
-    if (lane < 3) send_three(to + 48 * at + 16 * lane, x, y, lane == 2 ? __float_as_uint(made[0].d) : z, tag);
+    if (lane < 3) send_three(to + step * lane, x, y, lane == 2 ? __float_as_uint(made[0].d) : z, tag);
 }
+// Block `at` of the row.
+__device__ __forceinline__ void send_codes(float v, uint64_t to, size_t at, uint32_t tag) { send_codes_apart(v, to + 48 * at, 16, tag); }
 
 }  // namespace arc

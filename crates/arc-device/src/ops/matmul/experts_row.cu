@@ -7,6 +7,10 @@
 // first; then of all second matrices. Blocks may wait for one another, since all are resident: there is one a multiprocessor
 // at most, and the kernels before them end.
 //
+// What is sent through memory takes microseconds while weights come. So the halves of a unit of the shared expert meet within a
+// cluster of two blocks, and nobody looks for units before most of them can be there. The last blocks start late, where the site
+// before still has the multiprocessor: helpers, in front of all others and on multiprocessors to spare, make their halves.
+//
 // First matrices are IQ2_XXS and second ones Q2_K, the shared expert's Q8_0; groups have 8 rows. Exact, since all sums are
 // those of experts.cuh.
 #include "../router/one.cuh"
@@ -20,6 +24,8 @@ namespace {
 // Warps that multiply, of which one sends the last unit. Behind them: one brings chunks, one finishes units and sends them, others
 // take those of all blocks.
 constexpr uint32_t kWarps = 16, kThreads = 32 * kWarps, kBringer = kWarps, kFinisher = kWarps + 1, kTaker = kWarps + 2, kTakers = 2;
+// Units that a lane looks for at once, and nanoseconds between two looks.
+constexpr uint32_t kAtOnce = 4, kPause = 200;
 constexpr uint32_t kAllThreads = 32 * (kTaker + kTakers);
 static_assert(kWarps == router::kOneWarps);
 constexpr uint32_t kGroup = 8;  // rows of a group
@@ -28,7 +34,11 @@ constexpr uint32_t kSharedGroups = 2, kUnitGroups = 4;
 // Chunks: gates and ups of the shared expert, a part of a group; pairs of gate and up by group; of 32 outputs, the shared
 // expert's second matrix by group, and those of the chosen ones by two groups.
 constexpr uint32_t kMostShared = 16, kDownGroups = 2, kDownChunks = kUnitGroups / kDownGroups;
+// Halves of units of the shared expert that a helper makes, for as many blocks.
+constexpr uint32_t kHelps = 4;
 constexpr uint32_t kMostChosen = 16, kMostEach = kMostChosen / 2;
+// Chunks of second matrices in front of the shared expert's: those of two experts.
+constexpr uint32_t kDownAhead = 2 * kDownChunks;
 constexpr uint32_t kMostChunks = kMostShared + kUnitGroups * kMostEach + kUnitGroups + kDownChunks * kMostChosen;
 constexpr uint32_t kSharedTile = tile_bytes(Q8_0, kSlice), kUpTile = tile_bytes(IQ2_XXS, kSlice), kDownTile = tile_bytes(Q2_K, kSlice);
 
@@ -38,6 +48,9 @@ __device__ __forceinline__ int dp2a_high(uint32_t sums, uint32_t bytes) {
     asm("dp2a.hi.s32.s32 %0, %1, %2, 0;" : "=r"(out) : "r"(sums), "r"(bytes));
     return out;
 }
+
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // What comes together, one after the other; `Chunk` of experts_row.rs.
 struct Chunk {
@@ -55,35 +68,48 @@ struct ExpertsRow {
     uint64_t q, d;                            // the row as int8, and scales
     uint64_t mid, shared_units, out;          // units of the chosen experts and of the shared one, and the sum: f32
     uint64_t counts;                          // a number that is another in every launch
-    uint64_t sent, halves;                    // what blocks send to one another: units as int8, half blocks of the shared ones
+    uint64_t sent;                            // units that blocks send to one another, as int8: `send_codes_apart`
     uint32_t chosen, units;                   // units of 32 outputs of an expert's first matrix
     uint32_t shared_tiles;                    // of a chunk of the shared expert's first matrix
-    uint32_t outs, each;                      // blocks that sum; units of a block, each of two experts'
+    uint32_t helpers, each;                   // blocks in front of the others, pairs; units of a block, each of two experts'
     float limit;
     uint32_t known_at, table_at, q_at, d_at, units_at, partials_at, products_at, sums_at, ring_at;  // in shared memory. Barriers stand at 0.
-    uint32_t pad;
-    Chunk chunks[kMostChunks];
+    Chunk chunks[3][kMostChunks];             // of most blocks, of those with nothing of the shared expert's first matrix, of helpers
 };
-static_assert(sizeof(ExpertsRow) == 224 + 8 * kMostChunks);
+static_assert(sizeof(ExpertsRow) == 216 + 24 * kMostChunks);
 
 // What a block knows of the row, and what it shares of the gate.
 struct Known {
     router::GateParts gate;
     uint32_t live, tag;  // the number of the launch
+    float half[kHelps][kSharedGroups * kGroup];  // the other block's halves of units of the shared expert
 };
-static_assert(sizeof(Known) <= 1536 && kMostChosen == router::kMaxChosen);
+static_assert(sizeof(Known) <= 1792 && kMostChosen == router::kMaxChosen);
 
 struct OneRow {
     const ExpertsRow& p;
     uint8_t* smem;
     const uint32_t warp, lane, tiles, down_tiles;  // tiles of a group
-    // Chunks of the shared expert's first matrix, of all first ones, and all of them.
-    const uint32_t of_shared, of_units, all;
+    const bool helper;
+    const uint32_t block;   // among those that are no helpers
+    const uint32_t halves;  // of units of the shared expert that the block makes
+    // Chunks of such a half, of all of them, of all first matrices, and all.
+    const uint32_t of_half, of_shared, of_units, all;
 
     __device__ __forceinline__ OneRow(const ExpertsRow& p, uint8_t* smem)
         : p(p), smem(smem), warp(threadIdx.x >> 5), lane(threadIdx.x & 31), tiles(p.up.tiles()), down_tiles(p.down.tiles()),
-          of_shared(2 * kSharedGroups * tiles / p.shared_tiles), of_units(of_shared + kUnitGroups * p.each),
-          all(of_units + (blockIdx.x < p.outs ? kUnitGroups + kDownChunks * p.chosen : 0)) {}
+          helper(blockIdx.x < p.helpers), block(blockIdx.x - p.helpers),
+          halves(helper ? kHelps : block < 2 * p.units - kHelps * p.helpers ? 1 : 0), of_half(2 * kSharedGroups * tiles / p.shared_tiles),
+          of_shared(halves * of_half), of_units(of_shared + kUnitGroups * p.each),
+          all(helper ? of_shared : of_units + kUnitGroups + kDownChunks * p.chosen) {}
+
+    // The k-th half of this block, among those of all units of the shared expert. Those of a unit are of the blocks of a cluster.
+    __device__ __forceinline__ uint32_t half_of(uint32_t k) const {
+        return helper ? 2 * (p.units + blockIdx.x / 2 * kHelps + k) - kHelps * p.helpers + blockIdx.x % 2 : block;
+    }
+    // Whether a chunk is of the shared expert's second matrix, of those of second matrices.
+    __device__ __forceinline__ bool shared_second(uint32_t c) const { return c - of_units - kDownAhead < kUnitGroups; }
+    __device__ __forceinline__ const Chunk& chunk(uint32_t c) const { return p.chunks[helper ? 2 : 1 - halves][c]; }
 
     template <typename T>
     __device__ __forceinline__ T* at(uint32_t offset) const { return reinterpret_cast<T*>(smem + offset); }
@@ -98,6 +124,8 @@ struct OneRow {
     // That the experts are known, and their weights.
     __device__ __forceinline__ uint64_t* chosen() const { return there(1 + kMostEach); }
     __device__ __forceinline__ uint64_t* weighed() const { return chosen() + 1; }
+    // That the other block's k-th half is there.
+    __device__ __forceinline__ uint64_t* halved(uint32_t k) const { return weighed() + 1 + k; }
 
     __device__ __forceinline__ void arrive_at(uint64_t* bar) const {
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_at(bar)) : "memory");
@@ -113,12 +141,14 @@ struct OneRow {
 #pragma unroll 1
         for (uint32_t c = lane; c < all; c += 32) {
             init(full(c), 1);
-            const uint32_t first = c < of_shared ? p.shared_tiles : tiles, second = c < of_units + kUnitGroups ? 1 : kDownGroups;
+            const uint32_t first = c < of_shared ? p.shared_tiles : tiles, second = shared_second(c) ? 1 : kDownGroups;
             init(empty(c), c < of_units ? first : second * down_tiles);
         }
         if (lane == 0) init(chosen(), 1), init(weighed(), 1);
-        if (lane <= p.each) init(multiplied(lane), kUnitGroups * tiles), init(there(lane), kTakers);
+        if (lane < kHelps) init(halved(lane), 1);
+        if (lane <= kMostEach) init(multiplied(lane), kUnitGroups * tiles), init(there(lane), 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        if (lane < halves) expect(halved(lane), 4 * kSharedGroups * kGroup);
         __syncwarp();
     }
 
@@ -128,47 +158,48 @@ struct OneRow {
         const uint32_t pair = tiles * kUpTile, shared = down_tiles * kSharedTile, down = down_tiles * kDownTile;
 #pragma unroll 1
         for (uint32_t first = 0, end; first < all; first = end) {
+            end = min(first + 32, first < of_shared ? of_shared : all);
+            const uint32_t c = min(first + lane, end - 1);
+            const Chunk here = chunk(c);
+            Chunk before{};
+            if (c != 0) before = chunk(c - 1);
+            // Where it stands in an expert's matrix, from one of which to the next it is `stride`; or 0, and where it stands.
+            uint64_t from, stride = 0;
+            uint32_t bytes, e = 0;
+            const bool pairs = c >= of_shared && c < of_units;
+            if (c < of_shared) {
+                const uint32_t k = c / of_half, tile = (c - k * of_half) * p.shared_tiles, of_one = kSharedGroups * tiles, up = tile >= of_one;
+                from = p.shared + up * p.shared_up_at + (size_t)(half_of(k) * of_one + tile - up * of_one) * kSharedTile;
+                bytes = p.shared_tiles * kSharedTile;
+            } else if (pairs) {
+                const uint32_t i = c - of_shared, second = block >= p.units;
+                from = p.base + (size_t)((block - second * p.units) * kUnitGroups + i % kUnitGroups) * pair;
+                e = 2 * (i / kUnitGroups) + second, stride = p.part_bytes, bytes = pair;
+            } else if (shared_second(c)) {
+                from = p.shared_down + (size_t)(block * kUnitGroups + c - of_units - kDownAhead) * shared;
+                bytes = shared;
+            } else {
+                const uint32_t i = c - of_units - (c < of_units + kDownAhead ? 0 : kUnitGroups);
+                from = p.down_base + (size_t)(block * kUnitGroups + i % kDownChunks * kDownGroups) * down;
+                e = i / kDownChunks, stride = p.down_bytes, bytes = kDownGroups * down;
+            }
             if (first == of_shared) {
                 barrier_wait(chosen(), 0);
                 marks.mark(2);
             }
-            end = min(first + 32, first < of_shared ? of_shared : all);
-            const uint32_t c = min(first + lane, end - 1);
-            const Chunk chunk = p.chunks[c];
-            Chunk before{};
-            if (c != 0) before = p.chunks[c - 1];
-            uint64_t from;
-            uint32_t bytes;
-            const bool pairs = c >= of_shared && c < of_units;
             // Of a row that is not live what stands there is multiplied, and nobody looks at it.
             bool due = true;
-            if (c < of_shared) {
-                const uint32_t tile = c * p.shared_tiles, of_one = kSharedGroups * tiles, up = tile >= of_one;
-                from = p.shared + up * p.shared_up_at + (size_t)(blockIdx.x * of_one + tile - up * of_one) * kSharedTile;
-                bytes = p.shared_tiles * kSharedTile;
-            } else if (pairs) {
-                const uint32_t i = c - of_shared, unit = unit_of(i / kUnitGroups), e = unit / p.units;
-                const uint32_t group = (unit - e * p.units) * kUnitGroups + i % kUnitGroups;
-                from = p.base + known().gate.contest.ids[e] * p.part_bytes + (size_t)group * pair;
-                bytes = pair, due = known().live != 0;
-            } else if (c < of_units + kUnitGroups) {
-                from = p.shared_down + (size_t)(blockIdx.x * kUnitGroups + c - of_units) * shared;
-                bytes = shared;
-            } else {
-                const uint32_t i = c - of_units - kUnitGroups, group = blockIdx.x * kUnitGroups + i % kDownChunks * kDownGroups;
-                from = p.down_base + known().gate.contest.ids[i / kDownChunks] * p.down_bytes + (size_t)group * down;
-                bytes = kDownGroups * down, due = known().live != 0;
-            }
-            uint8_t* to = smem + p.ring_at + chunk.at;
+            if (stride != 0) from += known().gate.contest.ids[e] * stride, due = known().live != 0;
+            uint8_t* to = smem + p.ring_at + here.at;
 #pragma unroll 1
             for (uint32_t k = first; k < end; ++k) {
                 if (k == of_shared) marks.mark(3);
                 if (k == of_units) marks.mark(4);
                 if (lane == k - first) {
 #pragma unroll 1
-                    for (uint32_t i = before.landed; i < chunk.landed; ++i) barrier_wait(full(i), 0);
+                    for (uint32_t i = before.landed; i < here.landed; ++i) barrier_wait(full(i), 0);
 #pragma unroll 1
-                    for (uint32_t i = before.freed; i < chunk.freed; ++i) barrier_wait(empty(i), 0);
+                    for (uint32_t i = before.freed; i < here.freed; ++i) barrier_wait(empty(i), 0);
                     if (due) {
                         expect(full(c), pairs ? 2 * bytes : bytes);
                         bulk_copy(to, reinterpret_cast<const uint8_t*>(from), bytes, full(c));
@@ -185,7 +216,7 @@ struct OneRow {
 
     __device__ __forceinline__ const uint8_t* await(uint32_t c) const {
         barrier_wait(full(c), 0);
-        return smem + p.ring_at + p.chunks[c].at;
+        return smem + p.ring_at + chunk(c).at;
     }
     // Behind the stores of what was made of a tile, of which unit `k` says.
     __device__ __forceinline__ void leave(uint32_t c, uint64_t* also = nullptr) const {
@@ -196,7 +227,7 @@ struct OneRow {
     }
 
     // The k-th unit of this block, among those of all experts.
-    __device__ __forceinline__ uint32_t unit_of(uint32_t k) const { return 2 * p.units * k + blockIdx.x; }
+    __device__ __forceinline__ uint32_t unit_of(uint32_t k) const { return 2 * p.units * k + block; }
 
     // What has to be known and there before anything is multiplied, and the scores of this block's experts: by all warps but the
     // one that brings weights.
@@ -214,10 +245,10 @@ struct OneRow {
                 copy16(smem + p.d_at + 16 * (i - wide), reinterpret_cast<const uint8_t*>(p.d) + 16 * (i - wide));
             }
         }
-        row.dot(gate, known().gate.sums);
+        row.dot(gate, block, known().gate.sums);
         copies_landed();
         asm volatile("bar.sync 2, %0;" ::"n"(kAllThreads) : "memory");
-        router::post_scores(gate, known().gate.sums, known().tag);
+        router::post_scores(gate, block, known().gate.sums, known().tag);
         marks.mark(3);
     }
 
@@ -240,7 +271,7 @@ struct OneRow {
         }
         router::weigh(contest, choosing.faulty, gate.chosen, gate.scale);
         if (lane == 0) arrive_at(weighed());
-        if (blockIdx.x == p.units) choosing.leave();
+        if (block == p.units) choosing.leave();
     }
 
     // A lane's slice of a tile of Q8_0.
@@ -295,7 +326,7 @@ struct OneRow {
     __device__ __forceinline__ float make_unit(uint32_t k) const {
         barrier_wait(multiplied(k), 0);
         const uint32_t n = SHARED ? lane % (kSharedGroups * kGroup) : lane;
-        const uint32_t group = SHARED ? n / kGroup : 2 * (kSharedGroups + kUnitGroups * (k - 1) + n / kGroup);
+        const uint32_t group = SHARED ? 2 * kSharedGroups * k + n / kGroup : 2 * (kSharedGroups + kUnitGroups * (k - 1) + n / kGroup);
         const float* from = at<float>(p.partials_at) + group * tiles * kLanes;
         const uint32_t step = SHARED ? kLanes : 2 * kLanes, to_up = SHARED ? kSharedGroups * tiles * kLanes : kLanes;
         const float gate = total(p.up, from, tiles, step, n % kGroup), high = total(p.up, from + to_up, tiles, step, n % kGroup);
@@ -308,34 +339,41 @@ struct OneRow {
         const uint32_t unit = unit_of(k - 1);
         barrier_wait(weighed(), 0);
         v = __fmul_rn(v, known().gate.contest.weights[unit / p.units]);
-        send_codes(v, p.sent, unit, known().tag);
+        send_codes_apart(v, p.sent + 16 * unit, 16 * (p.chosen + 1) * p.units, known().tag);
         reinterpret_cast<float*>(p.mid)[32 * unit + lane] = v;
+    }
+
+    // A lane's value to the first block of the cluster.
+    __device__ __forceinline__ void send_half(uint32_t k, float v) const {
+        uint32_t to, bar;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(to) : "r"(shared_at(known().half[k] + lane)));
+        asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(bar) : "r"(shared_at(halved(k))));
+        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(__float_as_uint(v)), "r"(bar)
+                     : "memory");
     }
 
     // Sends units as they are made, by a warp, all but the last: halves of the shared expert's, which come first, are of two
     // blocks, the second of which sends its own to the first.
     __device__ __forceinline__ void finish(const Marks& marks) const {
         constexpr uint32_t kHalf = kSharedGroups * kGroup;
-        const uint32_t tag = known().tag, n = lane % kHalf;
-        const uint64_t other = p.halves + 16 * (blockIdx.x / 2 * kHalf + n);
-        float v = make_unit<true>(0);
-        if (lane < kHalf) {
-            if (blockIdx.x % 2 != 0) send_three(other, __float_as_uint(v), 0, 0, tag);
-            reinterpret_cast<float*>(p.shared_units)[kHalf * blockIdx.x + lane] = v;
-        }
-        marks.mark(4);
-        if (blockIdx.x % 2 == 0) {
-            if (lane >= kHalf) {
-                uint4 got;
-                do {
-                    got = look(other);
-                } while (got.w != tag);
-                v = __uint_as_float(got.x);
+#pragma unroll 1
+        for (uint32_t k = 0; k < halves; ++k) {
+            float v = make_unit<true>(k);
+            const uint32_t half = half_of(k);
+            if (lane < kHalf) {
+                if (half % 2 != 0) send_half(k, v);
+                reinterpret_cast<float*>(p.shared_units)[kHalf * half + lane] = v;
             }
-            __syncwarp();
-            send_codes(v, p.sent, p.chosen * p.units + blockIdx.x / 2, tag);
+            marks.mark(4);
+            if (half % 2 == 0) {
+                barrier_wait(halved(k), 0);
+                if (lane >= kHalf) v = known().half[k][lane - kHalf];
+                __syncwarp();
+                send_codes_apart(v, p.sent + 16 * (p.chosen * p.units + half / 2), 16 * (p.chosen + 1) * p.units, known().tag);
+            }
         }
         marks.mark(5);
+        if (helper) return;
 #pragma unroll 1
         for (uint32_t k = 1; k < p.each; ++k) {
             send_unit(k);
@@ -346,41 +384,44 @@ struct OneRow {
     // A block of 32 units that was sent.
     struct Sent {
         uint4 a, b, c;
-        __device__ __forceinline__ void look_at(uint64_t at) { a = look(at), b = look(at + 16), c = look(at + 32); }
+        __device__ __forceinline__ void look_at(uint64_t at, uint32_t step) { a = look(at), b = look(at + step), c = look(at + 2 * step); }
         __device__ __forceinline__ bool there(uint32_t tag) const { return a.w == tag && b.w == tag && c.w == tag; }
     };
 
-    // Takes the units of all blocks to shared memory: codes, scales, sums of halves. Looks for some when this block has made the
-    // next ones, so that nobody looks in vain most of the time.
+    // Takes the units of all blocks to shared memory: codes, scales, sums of halves. A warp has every other kind, and looks for
+    // some when this block has made the next ones, so that nobody looks in vain most of the time.
     __device__ __forceinline__ void take(const Marks& marks) const {
-        constexpr uint32_t kOf = 32 * kTakers;
         const uint32_t tag = known().tag, n = (p.chosen + 1) * p.units;
         uint8_t* codes = smem + p.units_at;
         uint32_t *scales = reinterpret_cast<uint32_t*>(codes + n / 8 * 272), *sums = scales + n;
 #pragma unroll 1
-        for (uint32_t k = 0; k <= p.each; ++k) {
-            barrier_wait(multiplied(min(k + 1, p.each)), 0);
-            const uint32_t first = k == 0 ? p.chosen * p.units : unit_of(k - 1) - blockIdx.x, end = first + (k == 0 ? 1 : 2) * p.units;
-            // Two at once.
+        for (uint32_t k = warp - kTaker; k <= p.each; k += kTakers) {
+            barrier_wait(multiplied(min(max(k + 1, 2u), p.each)), 0);
+            const uint32_t first = k == 0 ? p.chosen * p.units : unit_of(k - 1) - block, end = first + (k == 0 ? 1 : 2) * p.units;
 #pragma unroll 1
-            for (uint32_t i = first + threadIdx.x - 32 * kTaker; i < end; i += 2 * kOf) {
-                Sent got[2];
+            for (uint32_t base = first + lane; base < end; base += 32 * kAtOnce) {
+                uint32_t missing = (1u << min(kAtOnce, (end - base + 31) / 32)) - 1;
                 while (true) {
-                    got[0].look_at(p.sent + 48 * i), got[1].look_at(p.sent + 48 * (i + kOf < end ? i + kOf : i));
-                    if (got[0].there(tag) && got[1].there(tag)) break;
-                    // What is sent comes later where everybody looks all the time.
-                    __nanosleep(64);
-                }
+                    Sent got[kAtOnce];
 #pragma unroll
-                for (int s = 0; s < 2; ++s) {
-                    const uint32_t place = i + s * kOf;
-                    if (place >= end) break;
-                    const auto& [a, b, c] = got[s];
-                    uint4* to = reinterpret_cast<uint4*>(codes + place / 8 * 272 + place % 8 * 32);
-                    to[0] = make_uint4(a.x, a.y, a.z, b.x), to[1] = make_uint4(b.y, b.z, c.x, c.y);
-                    const int low = sum_of(a.x, sum_of(a.y, sum_of(a.z, sum_of(b.x, 0))));
-                    const int high = sum_of(b.y, sum_of(b.z, sum_of(c.x, sum_of(c.y, 0))));
-                    scales[place] = c.z, sums[place] = (uint32_t)low & 0xffffu | (uint32_t)high << 16;
+                    for (uint32_t s = 0; s < kAtOnce; ++s) {
+                        if (missing >> s & 1) got[s].look_at(p.sent + 16 * (base + 32 * s), 16 * n);
+                    }
+#pragma unroll
+                    for (uint32_t s = 0; s < kAtOnce; ++s) {
+                        if ((missing >> s & 1) == 0 || !got[s].there(tag)) continue;
+                        missing ^= 1u << s;
+                        const uint32_t place = base + 32 * s;
+                        const auto& [a, b, c] = got[s];
+                        uint4* to = reinterpret_cast<uint4*>(codes + place / 8 * 272 + place % 8 * 32);
+                        to[0] = make_uint4(a.x, a.y, a.z, b.x), to[1] = make_uint4(b.y, b.z, c.x, c.y);
+                        const int low = sum_of(a.x, sum_of(a.y, sum_of(a.z, sum_of(b.x, 0))));
+                        const int high = sum_of(b.y, sum_of(b.z, sum_of(c.x, sum_of(c.y, 0))));
+                        scales[place] = c.z, sums[place] = (uint32_t)low & 0xffffu | (uint32_t)high << 16;
+                    }
+                    if (missing == 0) break;
+                    // What is sent comes later where everybody looks all the time.
+                    __nanosleep(kPause);
                 }
             }
             __syncwarp();
@@ -396,15 +437,20 @@ struct OneRow {
         if (warp == kBringer) {
             init_barriers();
             asm volatile("bar.arrive 2, %0;" ::"n"(kAllThreads) : "memory");
+            cluster_arrive();
         } else {
+            cluster_arrive();
             copy_patterns(at<uint32_t>(p.table_at), kThreads);
         }
         pdl_launch();
         if (warp == kBringer) {
             // It knows nothing that others wrote but what this block's other warps say.
-            return bring(marks);
+            bring(marks);
+            return cluster_wait();
         }
-        const router::GateRow of_gate(gate);
+        const router::GateRow of_gate(gate, block);
+        // The other block runs, and its barriers are there.
+        cluster_wait();
         pdl_wait();
         marks.mark(2);
         router::Choosing choosing(gate, known().gate.contest);
@@ -413,23 +459,24 @@ struct OneRow {
         begin(gate, of_gate, marks);
         if (warp == kFinisher) return finish(marks);
         if (warp >= kTaker) {
+            if (helper) return;
             if (warp == kTaker) choose(gate, choosing, named);
             // What the site before has put off.
-            if (warp == kTaker + 1 && blockIdx.x == p.units && gate.mixing != 0) {
+            if (warp == kTaker + 1 && block == p.units && gate.mixing != 0) {
                 hc::settle(reinterpret_cast<float*>(gate.mixing), gate.iterations, gate.eps);
             }
-            if (blockIdx.x < p.outs) take(marks);
-            return;
+            return take(marks);
         }
         float* partials = at<float>(p.partials_at);
 #pragma unroll 1
-        for (uint32_t j = warp; j < 2 * kSharedGroups * tiles; j += kWarps) {
+        for (uint32_t j = warp; j < halves * 2 * kSharedGroups * tiles; j += kWarps) {
             const uint32_t c = j / p.shared_tiles, slice = p.up.slice_of(j % tiles, lane);
             const uint8_t* tile = await(c) + j % p.shared_tiles * kSharedTile;
             partials[j * kLanes + lane] = dot_shared(tile, slice, smem + p.q_at, smem + p.d_at);
-            leave(c, multiplied(0));
+            leave(c, multiplied(j / (2 * kSharedGroups * tiles)));
         }
         marks.mark(4);
+        if (helper) return;
         const Staged row{smem + p.q_at, smem + p.d_at, nullptr, nullptr, smem + p.table_at};
         float* to = partials + 2 * (kSharedGroups * tiles + warp) * kLanes + lane;
 #pragma unroll 1
@@ -443,29 +490,28 @@ struct OneRow {
         // The others begin with what is there.
         if (warp == kWarps - 1) send_unit(p.each);
         marks.mark(5);
-        if (blockIdx.x >= p.outs) return;
         const uint32_t of_expert = kUnitGroups * down_tiles, slices = p.down.slices, experts = p.chosen + 1;
         const uint8_t *codes = smem + p.units_at, *scales = codes + experts * slices * 272, *sums = scales + experts * slices * 32;
         float* products = at<float>(p.products_at);
-        // The shared expert's first.
+        // As their units come: the shared expert's behind those of the first two.
 #pragma unroll 1
         for (uint32_t j = warp; j < of_expert * experts; j += kWarps) {
-            const uint32_t part = j / of_expert, k = (part + 1) / 2;
+            const uint32_t turn = j / of_expert, tile = j - turn * of_expert;
+            const uint32_t part = turn < 2 ? turn + 1 : turn == 2 ? 0 : turn, k = (part + 1) / 2;
             barrier_wait(there(k), 0);
             if (k == p.each) marks.mark(6);
             float acc;
-            uint32_t c = of_units;
+            uint32_t c;
             if (part == 0) {
-                const uint32_t t = j % down_tiles, slice = p.chosen * slices + p.down.slice_of(t, lane);
-                c += j / down_tiles;
+                const uint32_t t = tile % down_tiles, slice = p.chosen * slices + p.down.slice_of(t, lane);
+                c = of_units + kDownAhead + tile / down_tiles;
                 acc = dot_shared(await(c) + t * kSharedTile, slice, codes, scales);
             } else {
-                const uint32_t tile = j - of_expert, in_chunk = tile % (kDownGroups * down_tiles), row = (part - 1) * slices;
-                c += kUnitGroups + tile / (kDownGroups * down_tiles);
-                const uint32_t slice = row + p.down.slice_of(in_chunk % down_tiles, lane);
+                const uint32_t in_chunk = tile % (kDownGroups * down_tiles), slice = (part - 1) * slices + p.down.slice_of(in_chunk % down_tiles, lane);
+                c = of_units + (turn < 2 ? 0 : kUnitGroups) + (part - 1) * kDownChunks + tile / (kDownGroups * down_tiles);
                 acc = dot_down(await(c) + in_chunk * kDownTile, slice, codes, scales, sums);
             }
-            products[j * kLanes + lane] = acc;
+            products[(part * of_expert + tile) * kLanes + lane] = acc;
             leave(c);
         }
         sync();
@@ -481,9 +527,9 @@ struct OneRow {
         float sum = 0.0f;
 #pragma unroll 1
         for (uint32_t e = 0; known().live != 0 && e < p.chosen; ++e) sum = __fadd_rn(sum, summed[32 * (e + 1) + lane]);
-        reinterpret_cast<float*>(p.out)[32 * blockIdx.x + lane] = __fadd_rn(sum, summed[lane]);
+        reinterpret_cast<float*>(p.out)[32 * block + lane] = __fadd_rn(sum, summed[lane]);
         // Every block has read the number: each has sent a part of what was there.
-        if (blockIdx.x == 0 && lane == 0) *reinterpret_cast<uint32_t*>(p.counts) = known().tag;
+        if (block == 0 && lane == 0) *reinterpret_cast<uint32_t*>(p.counts) = known().tag;
     }
 };
 

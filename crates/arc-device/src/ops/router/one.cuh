@@ -36,9 +36,9 @@ struct GateParts {
 struct GateRow {
     float4 w[kChunkReads];
 
-    // Loads it where it stands: before a wait.
-    __device__ __forceinline__ explicit GateRow(const Gate& g) {
-        const unsigned warp = threadIdx.x / 32, task = blockIdx.x * kOneWarps + warp;
+    // Loads it where it stands: before a wait. `block`: among those that have experts; others are behind them.
+    __device__ __forceinline__ GateRow(const Gate& g, unsigned block) {
+        const unsigned warp = threadIdx.x / 32, task = block * kOneWarps + warp;
         if (warp >= kOneWarps || task / g.chunks >= g.experts) return;
         const float4* from = reinterpret_cast<const float4*>(g.gate) + (size_t)task * (kSumChunk / 4) + threadIdx.x % 32;
 #pragma unroll
@@ -46,9 +46,9 @@ struct GateRow {
     }
 
     // Its part of the expert's dot product, to `sums`.
-    __device__ __forceinline__ void dot(const Gate& g, float* sums) const {
+    __device__ __forceinline__ void dot(const Gate& g, unsigned block, float* sums) const {
         const unsigned warp = threadIdx.x / 32, chunk = warp % g.chunks;
-        if (warp >= kOneWarps || (blockIdx.x * kOneWarps + warp) / g.chunks >= g.experts) return;
+        if (warp >= kOneWarps || (block * kOneWarps + warp) / g.chunks >= g.experts) return;
         const float4* x = reinterpret_cast<const float4*>(g.h) + chunk * (kSumChunk / 4) + threadIdx.x % 32;
         const float4 v[1] = {fold_chunk4([&](int j) { return mul4(w[j], __ldcg(x + 32 * j)); })};
         float s[1];
@@ -58,8 +58,8 @@ struct GateRow {
 };
 
 // Posts the scores of this block's experts, of `sums`, in launch `number`.
-__device__ __forceinline__ void post_scores(const Gate& g, const float* sums, unsigned number) {
-    const unsigned per = kOneWarps / g.chunks, e = blockIdx.x * per + threadIdx.x;
+__device__ __forceinline__ void post_scores(const Gate& g, unsigned block, const float* sums, unsigned number) {
+    const unsigned per = kOneWarps / g.chunks, e = block * per + threadIdx.x;
     if (threadIdx.x >= per || e >= g.experts) return;
     float logit = 0.0f;
 #pragma unroll 1

@@ -19,7 +19,7 @@ use crate::ops::router::cuda::{Gate, ONE_EXPERTS, ONE_WARPS, choose_few};
 /// Threads of a block: warps that multiply, and behind them those that bring chunks, send units and take them.
 const THREADS: u32 = 32 * 20;
 /// Bytes of what a block knows of the row, and shares of the gate.
-const KNOWN: u32 = 1536;
+const KNOWN: u32 = 1792;
 /// Bytes of chunks on their way at a time: what memory needs to be busy, for all else waits behind them.
 const WINDOW: u32 = 52 << 10;
 /// Outputs of a unit, and rows of a group.
@@ -28,6 +28,10 @@ const GROUP: u32 = 8;
 /// Groups of the shared expert's first matrix that a block takes: half a unit.
 const SHARED_GROUPS: u32 = 2;
 const UNIT_GROUPS: u32 = UNIT / GROUP;
+/// Blocks in front of the others, where there are multiprocessors to spare: each makes so many halves of units of the shared
+/// expert, in the place of the last blocks. These start late, since the kernel before leaves them no room.
+const MOST_HELPERS: u32 = 4;
+const HELPS: u32 = 4;
 /// Groups of a chosen expert's second matrix that come together.
 const DOWN_GROUPS: u32 = 2;
 const MOST_CHOSEN: u32 = 16;
@@ -77,11 +81,10 @@ pub(super) struct ExpertsRow {
     out: u64,
     counts: u64,
     sent: u64,
-    halves: u64,
     chosen: u32,
     units: u32,
     shared_tiles: u32,
-    outs: u32,
+    helpers: u32,
     each: u32,
     limit: f32,
     known_at: u32,
@@ -93,10 +96,9 @@ pub(super) struct ExpertsRow {
     products_at: u32,
     sums_at: u32,
     ring_at: u32,
-    pad: u32,
-    chunks: [Chunk; MOST_CHUNKS],
+    chunks: [[Chunk; MOST_CHUNKS]; 3],
 }
-const _: () = assert!(size_of::<ExpertsRow>() == 224 + 8 * MOST_CHUNKS);
+const _: () = assert!(size_of::<ExpertsRow>() == 216 + 24 * MOST_CHUNKS);
 
 /// The gate and gated units of one row's experts that were asked for and are not launched yet.
 #[derive(Clone)]
@@ -116,7 +118,8 @@ struct Plan {
     row: [u32; 5],
     /// Of shared memory, as the kernel has them.
     places: [u32; 9],
-    chunks: Vec<Chunk>,
+    /// Of most blocks, of those that have a helper, and of helpers.
+    chunks: [Vec<Chunk>; 3],
     shape: Shape,
 }
 
@@ -127,7 +130,7 @@ fn plan(up: &Cut, down: &Cut, chosen: u32, multiprocessors: u32) -> Option<Plan>
     let (blocks, outs, each) = (2 * ffn / UNIT, hidden / UNIT, chosen / 2);
     let whole = [up, down].iter().all(|cut| cut.log_c == 2 && cut.group_rows() as u32 == GROUP);
     let shared_out = chosen.is_multiple_of(2) && (1..=MOST_CHOSEN).contains(&chosen);
-    if !whole || !shared_out || blocks > multiprocessors || outs > blocks {
+    if !whole || !shared_out || blocks > multiprocessors || outs != blocks {
         return None;
     }
     let (tiles, down_tiles) = (up.tiles() as u32, down.tiles() as u32);
@@ -135,26 +138,28 @@ fn plan(up: &Cut, down: &Cut, chosen: u32, multiprocessors: u32) -> Option<Plan>
     if 2 * SHARED_GROUPS * tiles / shared_tiles > MOST_SHARED {
         return None;
     }
+    let helpers = ((multiprocessors - blocks) / 2 * 2).min(MOST_HELPERS);
     let sizes = sizes(up, down, chosen);
 
-    let mut places = Places::behind(2 * (MOST_CHUNKS as u32 + 1 + MOST_CHOSEN / 2) + 2);
+    let mut places = Places::behind(2 * (MOST_CHUNKS as u32 + 1 + MOST_CHOSEN / 2) + 2 + HELPS);
     let mut place = |bytes| places.take(bytes);
     let known_at = place(KNOWN);
     let table_at = place(32 << 10);
     let (q_at, d_at) = (place(up.slices * 272), place(up.slices * 32));
     let units_at = place((chosen + 1) * down.slices * (272 + 64));
-    let partials_at = place(128 * 2 * (SHARED_GROUPS + UNIT_GROUPS * each) * tiles);
+    let partials_at = place(128 * 2 * (SHARED_GROUPS + UNIT_GROUPS * each).max(HELPS * SHARED_GROUPS) * tiles);
     let products_at = place(128 * (chosen + 1) * UNIT_GROUPS * down_tiles);
     let sums_at = place(4 * UNIT * (chosen + 1));
     let ring_at = places.rest();
-    let all: u32 = sizes.iter().sum();
+    let all = sizes.iter().map(|sizes| sizes.iter().sum()).max().unwrap_or(0);
     let ring = MAX_SHARED.checked_sub(ring_at)?.min(all);
-    let chunks = chunks(&sizes, ring)?;
+    let [most, last, helper] = sizes.map(|sizes| chunks(&sizes, ring));
+    let chunks = [most?, last?, helper?];
     Some(Plan {
-        row: [chosen, ffn / UNIT, shared_tiles, outs, each],
+        row: [chosen, ffn / UNIT, shared_tiles, helpers, each],
         places: [known_at, table_at, q_at, d_at, units_at, partials_at, products_at, sums_at, ring_at],
         chunks,
-        shape: Shape { blocks, threads: THREADS, shared: ring_at + ring },
+        shape: Shape { blocks: helpers + blocks, threads: THREADS, shared: ring_at + ring },
     })
 }
 
@@ -163,19 +168,22 @@ fn shared_tiles(up: &Cut) -> u32 {
     if up.tiles().is_multiple_of(2) { 2 } else { 1 }
 }
 
-/// Bytes of a block's chunks, in order.
-fn sizes(up: &Cut, down: &Cut, chosen: u32) -> Vec<u32> {
+/// Bytes of chunks, in order: of a block that makes a half of a unit of the shared expert, of one that makes none, of a helper.
+fn sizes(up: &Cut, down: &Cut, chosen: u32) -> [Vec<u32>; 3] {
     let (tiles, down_tiles, shared_tiles) = (up.tiles() as u32, down.tiles() as u32, shared_tiles(up));
     let bytes = |format| tile_bytes(format, SLICE) as u32;
-    [
-        (2 * SHARED_GROUPS * tiles / shared_tiles, shared_tiles * bytes(Format::Q8_0)),
-        (UNIT_GROUPS * chosen / 2, 2 * tiles * bytes(Format::Iq2Xxs)),
-        (UNIT_GROUPS, down_tiles * bytes(Format::Q8_0)),
-        (DOWN_CHUNKS * chosen, DOWN_GROUPS * down_tiles * bytes(Format::Q2K)),
-    ]
-    .into_iter()
-    .flat_map(|(n, size)| std::iter::repeat_n(size, n as usize))
-    .collect()
+    let of = |n: u32, size| std::iter::repeat_n(size, n as usize);
+    let shared =
+        |halves| of(halves * 2 * SHARED_GROUPS * tiles / shared_tiles, shared_tiles * bytes(Format::Q8_0)).collect();
+    let down = |experts| of(DOWN_CHUNKS * experts, DOWN_GROUPS * down_tiles * bytes(Format::Q2K));
+    let chosen = || {
+        of(UNIT_GROUPS * chosen / 2, 2 * tiles * bytes(Format::Iq2Xxs))
+            .chain(down(2))
+            .chain(of(UNIT_GROUPS, down_tiles * bytes(Format::Q8_0)))
+            .chain(down(chosen - 2))
+    };
+    let most: Vec<u32> = shared(1);
+    [most.into_iter().chain(chosen()).collect(), chosen().collect(), shared(HELPS)]
 }
 
 /// Gives chunks of these sizes their places in a ring. `None` where one does not fit.
@@ -234,16 +242,16 @@ impl Cuda {
         // Every block has units, and some have scores: a warp a chunk of an expert's row.
         let chunks = hidden / SUM_CHUNK;
         let divides = hidden.is_multiple_of(SUM_CHUNK) && ONE_WARPS.is_multiple_of(chunks);
-        let scored = to.experts * chunks <= plan.shape.blocks as usize * ONE_WARPS;
+        let scored = to.experts * chunks <= 2 * ffn / UNIT as usize * ONE_WARPS;
         if !divides || !scored || to.experts > ONE_EXPERTS {
             return Ok(None);
         }
         let codes = self.matmul.codes(which);
         let pieces = (to.chosen + 1) * ffn / UNIT as usize;
-        let Some([counts, sent, halves]) = self.matmul.exchange_units(pieces, ffn / 2) else { return Ok(None) };
+        let Some([counts, sent]) = self.matmul.exchange_units(pieces) else { return Ok(None) };
         let gates = |w: &CudaMatrix| (w.parts[0].at, w.parts[1].at - w.parts[0].at);
         let ((base, up_at), (shared, shared_up_at)) = (gates(w.up), gates(w.shared_up));
-        let [chosen, units, shared_tiles, outs, each] = plan.row;
+        let [chosen, units, shared_tiles, helpers, each] = plan.row;
         let [known_at, table_at, q_at, d_at, units_at, partials_at, products_at, sums_at, ring_at] = plan.places;
         let mut row = ExpertsRow {
             up: w.up.cut,
@@ -264,11 +272,10 @@ impl Cuda {
             out: 0,
             counts,
             sent,
-            halves,
             chosen,
             units,
             shared_tiles,
-            outs,
+            helpers,
             each,
             limit: 0.0,
             known_at,
@@ -280,10 +287,11 @@ impl Cuda {
             products_at,
             sums_at,
             ring_at,
-            pad: 0,
-            chunks: [Chunk::default(); MOST_CHUNKS],
+            chunks: [[Chunk::default(); MOST_CHUNKS]; 3],
         };
-        row.chunks[..plan.chunks.len()].copy_from_slice(&plan.chunks);
+        for (to, chunks) in row.chunks.iter_mut().zip(&plan.chunks) {
+            to[..chunks.len()].copy_from_slice(chunks);
+        }
         Ok(Some((row, plan.shape)))
     }
 
@@ -313,7 +321,7 @@ impl Cuda {
         // Units go from block to block only.
         (self.matmul.held_units, self.matmul.units) = (None, None);
         self.counters.weight_bytes += self.touched(down, to) + shared_down.bytes() as u64;
-        let grid = Grid::new(shape.blocks, shape.threads).shared(shape.shared);
+        let grid = Grid::new(shape.blocks, shape.threads).shared(shape.shared).cluster(2);
         self.launch(kernel!("arc_matmul_experts_row"), grid, &[Arg::of(&row), Arg::of(&gate)])?;
         Ok(true)
     }
@@ -337,24 +345,27 @@ impl ExpertsRow {
 
 #[cfg(test)]
 mod tests {
-    use super::{Cut, Plan, plan, sizes};
+    use super::{Cut, HELPS, Plan, plan, sizes};
 
     /// Plans and bytes of chunks of DeepSeek-V4-Flash's experts, and of small ones.
-    fn plans() -> Vec<(Plan, Vec<u32>)> {
+    fn plans() -> Vec<(Plan, [Vec<u32>; 3])> {
         let of = |(hidden, ffn, chosen)| {
             let (up, down) = (Cut::of(hidden), Cut::of(ffn));
             (plan(&up, &down, chosen, 132).expect("they fit"), sizes(&up, &down, chosen))
         };
-        [(4096, 2048, 6), (4096, 2048, 2), (2048, 1024, 16), (1024, 1024, 6)].map(of).into()
+        [(4096, 2048, 6), (4096, 2048, 2), (2048, 1024, 16)].map(of).into()
     }
 
     #[test]
     fn every_unit_and_every_output_has_a_block() {
-        for (Plan { row: [chosen, units, _, outs, each], shape, .. }, _) in plans() {
-            assert_eq!(shape.blocks * each, chosen * units);
-            assert_eq!(shape.blocks, 2 * units);
-            assert!(outs <= shape.blocks && shape.shared <= super::MAX_SHARED);
+        for (Plan { row: [chosen, units, _, helpers, each], shape, .. }, _) in plans() {
+            let blocks = shape.blocks - helpers;
+            assert_eq!(blocks * each, chosen * units);
+            assert_eq!(blocks, 2 * units);
+            assert!(helpers % 2 == 0 && HELPS * helpers <= blocks && shape.blocks <= 132);
+            assert!(shape.shared <= super::MAX_SHARED);
         }
+        assert!(plan(&Cut::of(1024), &Cut::of(1024), 6, 132).is_none(), "blocks without outputs");
         assert!(plan(&Cut::of(7168), &Cut::of(3072), 6, 132).is_none(), "more blocks than multiprocessors");
         assert!(plan(&Cut::of(4096), &Cut::of(2048), 5, 132).is_none(), "units that cannot be shared evenly");
     }
@@ -364,16 +375,18 @@ mod tests {
     #[test]
     fn chunks_do_not_meet() {
         for (Plan { chunks, places, shape, .. }, sizes) in plans() {
-            assert_eq!(chunks.len(), sizes.len());
-            for (c, chunk) in chunks.iter().enumerate() {
-                let (freed, landed, end) = (chunk.freed as usize, chunk.landed as usize, chunk.at + sizes[c]);
-                assert!(freed <= c && landed <= c && chunk.at % 128 == 0 && places[8] + end <= shape.shared);
-                for other in freed..c {
-                    let apart = chunks[other].at + sizes[other] <= chunk.at || end <= chunks[other].at;
-                    assert!(apart, "{c} at {} meets {other}", chunk.at);
+            for (chunks, sizes) in chunks.iter().zip(&sizes) {
+                assert_eq!(chunks.len(), sizes.len());
+                for (c, chunk) in chunks.iter().enumerate() {
+                    let (freed, landed, end) = (chunk.freed as usize, chunk.landed as usize, chunk.at + sizes[c]);
+                    assert!(freed <= c && landed <= c && chunk.at % 128 == 0 && places[8] + end <= shape.shared);
+                    for other in freed..c {
+                        let apart = chunks[other].at + sizes[other] <= chunk.at || end <= chunks[other].at;
+                        assert!(apart, "{c} at {} meets {other}", chunk.at);
+                    }
+                    let together: u32 = sizes[landed..=c].iter().sum();
+                    assert!(together <= super::WINDOW.max(sizes[c]), "{together} bytes on their way with {c}");
                 }
-                let together: u32 = sizes[landed..=c].iter().sum();
-                assert!(together <= super::WINDOW.max(sizes[c]), "{together} bytes on their way with {c}");
             }
             assert_eq!(places[8] % 128, 0);
         }

@@ -383,18 +383,17 @@ impl Workspace {
         self.exchange.as_ref().expect("`finish` made it").ptr() + at
     }
 
-    /// Words of the exchange, for products of so many columns: blocks of int8, and half of the values one by one.
+    /// Words of the exchange, for products of so many columns as blocks of int8.
     pub(super) fn exchange_words(cols: usize) -> usize {
-        (NORMED_AT + NORMED_BYTES) as usize / 4 + cols.div_ceil(32) * 12 + 2 * cols
+        (NORMED_AT + NORMED_BYTES) as usize / 4 + cols.div_ceil(32) * 12
     }
 
-    /// Where launches without a norm are counted, so many blocks of int8 are sent, and so many values behind them. `None`
-    /// where there is no room for them. Numbers stand at the same places whoever sends.
-    pub(super) fn exchange_units(&self, blocks: usize, values: usize) -> Option<[u64; 3]> {
+    /// Where launches without a norm are counted, and so many blocks of int8 are sent. `None` where there is no room for them.
+    /// Numbers stand at the same places whoever sends.
+    pub(super) fn exchange_units(&self, blocks: usize) -> Option<[u64; 2]> {
         let sent = self.exchange(NORMED_AT + NORMED_BYTES);
-        let halves = sent + 48 * blocks as u64;
         let end = self.exchange(4 * self.exchange.as_ref()?.len() as u64);
-        (halves + 16 * values as u64 <= end).then_some([self.exchange(0), sent, halves])
+        (sent + 48 * blocks as u64 <= end).then_some([self.exchange(0), sent])
     }
 }
 
