@@ -266,6 +266,7 @@ impl Cuda {
     /// Launches a kernel: the only place that does. It may start while the kernel before it runs.
     pub(crate) fn launch(&mut self, kernel: Kernel, grid: Grid, args: &[Arg<'_>]) -> Result<()> {
         self.launch_held()?;
+        self.matmul.sent = None;
         self.launch_with(kernel, grid, args, true)
     }
 

@@ -29,8 +29,8 @@ __device__ __forceinline__ void trace_begin() {
 // Whose times they are: the order of KINDS in cuda/trace.rs. `detail` tells launches of a kernel apart, 12 bits: slices of a
 // product; of two products, whether a norm is between them (1), whether the block has F16 first (2), whether an index query comes
 // between (4); of one row's experts, which warps: those that multiply, that which brings weights (1), that which sends units (2),
-// those that take them (3); of a router's choice, whether it is in the experts' kernel (1); of a choice among keys, the block that
-// picks (1), and whether they are many (2).
+// those that take them (3); of a site, whether it takes what is sent (1); of a router's choice, whether it is in the experts'
+// kernel (1); of a choice among keys, the block that picks (1), and whether they are many (2).
 enum MarkKind : unsigned { kMarkProduct, kMarkFollow, kMarkUp, kMarkExperts, kMarkDown, kMarkSite, kMarkRouter, kMarkChooser, kMarkAttend, kMarkRows, kMarkChoose, kMarkLayers };
 
 // Times inside a block: one thread takes a place when the block begins (mark 1), and leaves a time at every mark. 2: the wait
@@ -74,7 +74,7 @@ private:
 
 // Waits until every kernel before this one has ended and what they wrote can be seen. A thread calls it before it touches what
 // another kernel wrote or may still read, unless that has the number of its launch beside it or ended for certain (latent.cu,
-// "What runs ahead"); weights may be loaded before it.
+// "What runs ahead"; hc.cu, SENT); weights may be loaded before it.
 __device__ __forceinline__ void pdl_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     trace_begin();
@@ -82,6 +82,14 @@ __device__ __forceinline__ void pdl_wait() {
 
 // Lets the next kernel start as soon as there is room for it. It still waits, in its own pdl_wait, for this one's end.
 __device__ __forceinline__ void pdl_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// The same by one thread of the last block to do so, where the next kernel does not wait but takes values as they are sent: it
+// finds their number at `to`, and what this thread knows of.
+__device__ __forceinline__ void pdl_launch_as(uint32_t* to, uint32_t tag) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(tag) : "memory");
+    __threadfence();
+    pdl_launch();
+}
 
 // Counts arrivals of blocks: who sees one sees what was written before it.
 __device__ __forceinline__ void arrive(uint32_t* count) {

@@ -4,7 +4,7 @@ use super::{HcConfig, MIXES, STREAMS};
 use crate::cuda::{Arg, Cuda, CudaBuf, Grid, args, kernel};
 use crate::error::Result;
 use crate::math::SUM_CHUNK;
-use crate::ops::matmul::cuda::{Out, Source, Then};
+use crate::ops::matmul::cuda::{Out, Sent, Source, Then};
 use crate::ops::quant::Inputs;
 use crate::ops_v4::{DraftWeights, HcHead, HcSite, Incoming, Streams};
 use crate::{MemoryClass, ModelShape, Norm};
@@ -106,6 +106,12 @@ pub(crate) fn site(
     assert!(streams.mixing.len() >= rows * MIXES && site.mix.len() == MIXES * STREAMS * dim, "mixing values of a site");
     assert!(site.base.len() == MIXES && site.scale.len() == 3 && norm.weight.len() == dim, "vectors of a site");
     settle(dev)?;
+    dev.launch_held()?;
+    // Nothing was launched behind it.
+    let sent = match incoming {
+        Incoming::Output(y) if rows == 1 => dev.matmul.sent.filter(|sent| sent.out == y.ptr()),
+        _ => None,
+    };
     let (incoming, y) = match incoming {
         Incoming::Embedding(e) => (0u32, e.ptr()),
         Incoming::Output(y) => (1, y.ptr()),
@@ -119,6 +125,27 @@ pub(crate) fn site(
         Plan::Cluster => {
             dev.hc.pending = Some(Pending { mixing, rows: n, iterations, eps: cfg.eps });
             let codes = dev.matmul.leave(h.ptr(), dim, rows, true, None);
+            if let Some(Sent { pairs, number, .. }) = sent {
+                let grid = Grid::new(CLUSTER as u32, 32 * WARPS).cluster(CLUSTER as u32);
+                let args: &[Arg<'_>] = args![
+                    h.ptr(),
+                    codes.q,
+                    codes.d,
+                    codes.sums,
+                    x,
+                    mixing,
+                    mix,
+                    base,
+                    scale,
+                    weight,
+                    cfg.eps,
+                    cfg.norm_eps,
+                    norm.eps,
+                    pairs,
+                    number
+                ];
+                return dev.launch(kernel!("arc_hc_site_sent"), grid, args);
+            }
             let grid = Grid::new(n * CLUSTER as u32, 32 * (WARPS + 1)).cluster(CLUSTER as u32);
             let args: &[Arg<'_>] = args![
                 h.ptr(),

@@ -1,6 +1,7 @@
 // Hyper-connection sites. Exact: the bits of hc.rs, norm.rs and math::sum.
 //
 // One decoded row:     arc_hc_site_cluster, arc_hc_head_cluster: 16 blocks of a cluster a row, dim 4096.
+//                      arc_hc_site_sent where the product before sends its outputs: values with its number beside them.
 // Many rows:           hc_mix_rows, then arc_hc_site_rows or arc_hc_head_rows: any dim of whole chunks.
 // Any other dim:       arc_hc_site_any, arc_hc_head_any: a block a row. The plain version, and the first rung.
 #include <cstdint>
@@ -64,6 +65,8 @@ constexpr int kClusterDim = kClusterBlocks / kStreams * kSumChunk;
 // Warps that hold mixing rows, three each, and one for the statistic.
 constexpr int kMixWarps = 8;
 constexpr int kThreads = 32 * (kMixWarps + 1);
+// Nanoseconds between two looks.
+constexpr unsigned kPause = 64;
 
 __device__ __forceinline__ unsigned cluster_rank() {
     unsigned rank;
@@ -105,21 +108,45 @@ __device__ __forceinline__ void send(float* local, uint64_t* bar, unsigned rank,
                  : "memory");
 }
 
+// Four outputs of the product before, from `column` on, as it sends them, by whole warps.
+__device__ __forceinline__ float4 take_sent(uint64_t sent, unsigned column, uint32_t tag) {
+    const uint64_t at = sent + 8 * fours_place(column);
+    float2 low, high;
+    while (true) {
+        bool there = true;
+        low = look_at_pairs(at, tag, there), high = look_at_pairs(at + 8 * 64, tag, there);
+        if (__all_sync(kFullWarp, there)) break;
+        // One output in 32 until one is there: what the product loads has to get through.
+        there = __any_sync(kFullWarp, there);
+        while (!there) {
+            __nanosleep(kPause);
+            there = threadIdx.x % 8 == 0;
+            if (there) look_at_pair(at, tag, there);
+            there = __any_sync(kFullWarp, there);
+        }
+    }
+    return make_float4(low.x, low.y, high.x, high.y);
+}
+
 // One row by a cluster: block (k, q) has chunk q of stream k for the mixing values, and columns 1024 q .. of all streams
 // in registers, which three others have too. Two exchanges, each waited for by who reads it: the chunk sums, and the
 // squares of the norm. Sums of all blocks have come in only when all have read the streams and the old mixing values.
 //
 // PER_WARP: mixing rows a warp holds in registers, loaded before the wait. Site: 3 x 8; head: 1 x 4.
-template <int COUNT, int PER_WARP, bool SITE>
+//
+// SENT: the site does not wait for the product before but looks for its outputs, and begins when everything before that product
+// has ended. The product's blocks have read what the site writes: each has sent a part of what every output is made of. There is
+// no warp for the statistic alone: eight have room beside the product (follow.cu).
+template <int COUNT, int PER_WARP, bool SITE, bool SENT>
 __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float* streams, float* mixing_rows, const float* ys,
                                            const float* mix, const float* base, const float* scale,
                                            const float* weight, unsigned incoming, float eps, float norm_eps,
-                                           float out_eps) {
+                                           float out_eps, uint64_t sent = 0, const uint32_t* number = nullptr) {
     constexpr unsigned dim = kClusterDim, n = kStreams * dim;
     __shared__ __align__(16) float chunk[kSumChunk], collapsed[kSumChunk], sums[COUNT + 1][kClusterBlocks + 1];
     __shared__ float squares[kStreams];
     __shared__ uint64_t bars[2];
-    const Marks marks(kMarkSite);
+    const Marks marks(kMarkSite, SENT);
     pdl_launch();
     if (threadIdx.x == 0) {
         expect(&bars[0], 4 * (COUNT + 1) * kClusterBlocks);
@@ -129,6 +156,19 @@ __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float
     const unsigned rank = cluster_rank(), k = rank / kStreams, q = rank % kStreams;
     const int t = threadIdx.x, warp = t / 32, lane = t % 32;
     const unsigned column = q * kSumChunk + 4 * t;
+    const size_t row = SENT ? 0 : blockIdx.x / kClusterBlocks;
+    float* xs = streams + row * n;
+    float* mixing = mixing_rows + row * kMixes;
+    float4 x[kStreams], y;
+    Mixing m;
+    uint32_t tag = 0;
+    if (SENT) {
+        // All of it is there, and comes before weights.
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(tag) : "l"(number) : "memory");
+#pragma unroll
+        for (int i = 0; i < kStreams; ++i) x[i] = load_far(reinterpret_cast<const float4*>(xs + i * dim + column));
+        m.load<true>(mixing);
+    }
     float4 w[PER_WARP][kChunkReads], norm_weight;
     const bool mixes = warp * PER_WARP < COUNT && warp < kMixWarps;
     if (mixes) {
@@ -144,23 +184,21 @@ __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float
     if (SITE && writes) norm_weight = __ldg(reinterpret_cast<const float4*>(weight + column));
     const float lane_scale = lane < COUNT ? __ldg(scale + (lane / kStreams < 2 ? lane / kStreams : 2)) : 0.0f;
     const float lane_base = lane < COUNT ? __ldg(base + lane) : 0.0f;
-    const size_t row = blockIdx.x / kClusterBlocks;
-    float* xs = streams + row * n;
-    float* mixing = mixing_rows + row * kMixes;
     // Addresses are translated meanwhile; what is read now may be old, and is not used.
-    if (t < kStreams) prefetch(xs + t * dim + column);
-    if (t == kStreams) prefetch(ys + row * dim + column);
-    if (t == kStreams + 1) prefetch(mixing);
+    if (!SENT && t < kStreams) prefetch(xs + t * dim + column);
+    if (!SENT && t == kStreams) prefetch(ys + row * dim + column);
+    if (!SENT && t == kStreams + 1) prefetch(mixing);
     // Before a block sends to another, that one must run.
     cluster_wait();
-    pdl_wait();
+    if (!SENT) pdl_wait();
     marks.mark(2);
 
     // Its own stream first: the mixing values wait for no other.
-    float4 x[kStreams], y;
-    Mixing m;
     const bool takes = incoming == kOutput && t < kSumChunk / 4;
-    if (t < kSumChunk / 4) {
+    if (SENT) {
+        y = take_sent(sent, column, tag);
+        reinterpret_cast<float4*>(chunk)[t] = expand4(x, m.of(k), y);
+    } else if (t < kSumChunk / 4) {
         if (incoming != kNothing) y = *reinterpret_cast<const float4*>(ys + row * dim + column);
 #pragma unroll
         for (int i = 0; i < kStreams; ++i) {
@@ -177,13 +215,19 @@ __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float
     __syncthreads();
     marks.mark(3);
     if (mixes) {
-        float4 v[PER_WARP];
-        float s[PER_WARP];
+        constexpr int kSummed = PER_WARP + SENT;
+        float4 v[kSummed];
+        float s[kSummed];
         const float4* f = reinterpret_cast<const float4*>(chunk) + lane;
 #pragma unroll
         for (int m = 0; m < PER_WARP; ++m) v[m] = fold_chunk4([&](int j) { return mul4(w[m][j], f[32 * j]); });
+        // One of the warps has the statistic too.
+        const bool squares_too = SENT && warp == kMixWarps - 1;
+        if (SENT) v[kSummed - 1] = v[0];
+        if (squares_too) v[kSummed - 1] = fold_chunk4([&](int j) { return mul4(f[32 * j], f[32 * j]); });
         sum_lanes4(v, s);
         if (lane < kClusterBlocks) {
+            if (squares_too) send(&sums[COUNT][rank], &bars[0], lane, s[kSummed - 1]);
 #pragma unroll
             for (int m = 0; m < PER_WARP; ++m) send(&sums[warp * PER_WARP + m][rank], &bars[0], lane, s[m]);
         }
@@ -199,11 +243,9 @@ __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float
     const float raw = raw_mix<COUNT>(&sums[0][0], kClusterBlocks + 1, 1, kClusterBlocks,
                                      [&](float squares) { return norm_factor<n>(squares, norm_eps); });
     const float value = __fadd_rn(__fmul_rn(raw, lane_scale), lane_base);
-    if (warp == kMixWarps) {
-        // The rest is put off: `Pending` of cuda.rs.
-        if (SITE && rank == 0 && lane < COUNT) mixing[lane] = value;
-        return;
-    }
+    // The rest is put off: `Pending` of cuda.rs.
+    if (SITE && rank == 0 && warp == kMixWarps - SENT && lane < COUNT) mixing[lane] = value;
+    if (warp == kMixWarps) return;
     float pre[kStreams];
     pre_of(pre, value, eps);
     const float4 merged = collapse4(pre, x);
@@ -239,6 +281,8 @@ __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float
             if (lane % 8 == 0) codes.d[at / 8] = left[0].d, codes.sums[at / 8] = left[0].sums;
         }
     }
+    // Its end says that the product has ended too.
+    if (SENT) pdl_wait();
 }
 
 }  // namespace
@@ -247,14 +291,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     arc_hc_site_cluster(float* h, uint32_t* q, float* d, uint32_t* sums, float* streams, float* mixing, const float* y,
                         const float* mix, const float* base, const float* scale, const float* weight, unsigned incoming,
                         float eps, float norm_eps, float out_eps) {
-    by_cluster<kMixes, 3, true>(h, Codes{q, d, sums}, streams, mixing, y, mix, base, scale, weight, incoming, eps,
+    by_cluster<kMixes, 3, true, false>(h, Codes{q, d, sums}, streams, mixing, y, mix, base, scale, weight, incoming, eps,
                                 norm_eps, out_eps);
+}
+
+// `sent`: outputs of the product before, and `number` their number.
+extern "C" __global__ void __maxnreg__(168)
+    arc_hc_site_sent(float* h, uint32_t* q, float* d, uint32_t* sums, float* streams, float* mixing, const float* mix,
+                     const float* base, const float* scale, const float* weight, float eps, float norm_eps, float out_eps,
+                     uint64_t sent, const uint32_t* number) {
+    by_cluster<kMixes, 3, true, true>(h, Codes{q, d, sums}, streams, mixing, nullptr, mix, base, scale, weight, kOutput, eps,
+                                      norm_eps, out_eps, sent, number);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     arc_hc_head_cluster(float* out, float* streams, float* mixing, const float* y, const float* mix, const float* base,
                         const float* scale, float eps, float norm_eps) {
-    by_cluster<kStreams, 1, false>(out, Codes{}, streams, mixing, y, mix, base, scale, nullptr, kOutput, eps, norm_eps, 0.0f);
+    by_cluster<kStreams, 1, false, false>(out, Codes{}, streams, mixing, y, mix, base, scale, nullptr, kOutput, eps, norm_eps, 0.0f);
 }
 
 // ---- what a site put off ----

@@ -18,6 +18,15 @@ struct StreamMixing {
     float comb[4];
 };
 
+// Four values as the second cache has them, asked for here.
+__device__ __forceinline__ float4 load_far(const float4* at) {
+    float4 v;
+    asm volatile("ld.relaxed.gpu.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(at));
+    return v;
+}
+
 // `post` and `comb` of a token: what expand() reads.
 struct Mixing {
     float post[4];
@@ -28,14 +37,18 @@ struct Mixing {
         return StreamMixing{pick(post), {pick(comb), pick(comb + 4), pick(comb + 8), pick(comb + 12)}};
     }
 
-    // `row`: [kMixes], on a 16-byte border.
+    // `row`: [kMixes], on a 16-byte border. FAR: as the second cache has it.
+    template <bool FAR = false>
     __device__ __forceinline__ void load(const float* row) {
-        const float4* at = reinterpret_cast<const float4*>(row);
-        const float4 p = at[1];
+        const auto at = [row](int i) {
+            const float4* from = reinterpret_cast<const float4*>(row) + i;
+            return FAR ? load_far(from) : *from;
+        };
+        const float4 p = at(1);
         post[0] = p.x, post[1] = p.y, post[2] = p.z, post[3] = p.w;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const float4 c = at[2 + j];
+            const float4 c = at(2 + j);
             comb[4 * j] = c.x, comb[4 * j + 1] = c.y, comb[4 * j + 2] = c.z, comb[4 * j + 3] = c.w;
         }
     }

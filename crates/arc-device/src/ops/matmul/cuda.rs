@@ -20,7 +20,7 @@ use crate::ops::glu::Activation;
 use crate::{MemoryClass, ModelShape, Norm};
 pub(crate) use experts::Units;
 pub(crate) use experts_row::{AllExperts, HeldUnits};
-pub(crate) use follow::{Due, Held, Query};
+pub(crate) use follow::{Due, Held, Query, Sent};
 pub(crate) use inputs::{Codes, Reads, Source, makes_inputs};
 use inputs::{Given, InputBuffers, Ready};
 pub use matrix::CudaMatrix;
@@ -183,6 +183,8 @@ pub(crate) struct Workspace {
     exchange: Option<CudaBuf<u32>>,
     /// What the last launch sends to the next kernel.
     pub due: Option<Due>,
+    /// What it sends to a site right behind it.
+    pub sent: Option<Sent>,
     /// A product that is normed before it joins the residual, `[rows, hidden]`.
     product: Option<CudaBuf<f32>>,
 }
@@ -219,6 +221,7 @@ impl Workspace {
             held_units: None,
             exchange: Some(exchange),
             due: None,
+            sent: None,
             product: Some(dev.take("activations", class, product)?),
         })
     }

@@ -69,6 +69,7 @@ struct ExpertsRow {
     uint64_t mid, shared_units, out;          // units of the chosen experts and of the shared one, and the sum: f32
     uint64_t counts;                          // a number that is another in every launch
     uint64_t sent;                            // units that blocks send to one another, as int8: `send_codes_apart`
+    uint64_t site;                            // where the sum is sent for the site behind; the word after `counts` has its number. Or null
     uint32_t chosen, units;                   // units of 32 outputs of an expert's first matrix
     uint32_t shared_tiles;                    // of a chunk of the shared expert's first matrix
     uint32_t helpers, each;                   // blocks in front of the others, pairs; units of a block, each of two experts'
@@ -76,7 +77,7 @@ struct ExpertsRow {
     uint32_t known_at, table_at, q_at, d_at, units_at, partials_at, products_at, sums_at, ring_at;  // in shared memory. Barriers stand at 0.
     Chunk chunks[3][kMostChunks];             // of most blocks, of those with nothing of the shared expert's first matrix, of helpers
 };
-static_assert(sizeof(ExpertsRow) == 216 + 24 * kMostChunks);
+static_assert(sizeof(ExpertsRow) == 224 + 24 * kMostChunks);
 
 // What a block knows of the row, and what it shares of the gate.
 struct Known {
@@ -442,7 +443,7 @@ struct OneRow {
             cluster_arrive();
             copy_patterns(at<uint32_t>(p.table_at), kThreads);
         }
-        pdl_launch();
+        if (p.site == 0) pdl_launch();
         if (warp == kBringer) {
             // It knows nothing that others wrote but what this block's other warps say.
             bring(marks);
@@ -452,6 +453,8 @@ struct OneRow {
         // The other block runs, and its barriers are there.
         cluster_wait();
         pdl_wait();
+        // The site that takes what is sent begins when everything before this one has ended.
+        if (p.site != 0 && block != p.units) pdl_launch();
         marks.mark(2);
         router::Choosing choosing(gate, known().gate.contest);
         bool named = false;
@@ -461,9 +464,12 @@ struct OneRow {
         if (warp >= kTaker) {
             if (helper) return;
             if (warp == kTaker) choose(gate, choosing, named);
-            // What the site before has put off.
-            if (warp == kTaker + 1 && block == p.units && gate.mixing != 0) {
-                hc::settle(reinterpret_cast<float*>(gate.mixing), gate.iterations, gate.eps);
+            // What the site before has put off, which the one behind finds done.
+            if (warp == kTaker + 1 && block == p.units) {
+                if (gate.mixing != 0) hc::settle(reinterpret_cast<float*>(gate.mixing), gate.iterations, gate.eps);
+                __threadfence();
+                __syncwarp();
+                if (p.site != 0 && lane == 0) pdl_launch_as(reinterpret_cast<uint32_t*>(p.counts) + 1, known().tag);
             }
             return take(marks);
         }
@@ -527,7 +533,9 @@ struct OneRow {
         float sum = 0.0f;
 #pragma unroll 1
         for (uint32_t e = 0; known().live != 0 && e < p.chosen; ++e) sum = __fadd_rn(sum, summed[32 * (e + 1) + lane]);
-        reinterpret_cast<float*>(p.out)[32 * block + lane] = __fadd_rn(sum, summed[lane]);
+        sum = __fadd_rn(sum, summed[lane]);
+        if (p.site != 0) send_pair(p.site + 8 * fours_place(32 * block + lane), sum, known().tag);
+        reinterpret_cast<float*>(p.out)[32 * block + lane] = sum;
         // Every block has read the number: each has sent a part of what was there.
         if (block == 0 && lane == 0) *reinterpret_cast<uint32_t*>(p.counts) = known().tag;
     }

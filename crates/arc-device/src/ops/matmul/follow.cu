@@ -9,7 +9,8 @@
 // second: they come first, since the choice among keys begins with them and runs beside the second. Exact, since all sums
 // are those of gemv.cuh.
 //
-// Registers and shared memory leave room for a block of the kernel before and of the one behind: those of hc.cu, rows.cu.
+// Registers and shared memory leave room for a block of the kernel before and of the one behind: those of hc.cu, rows.cu. These
+// take what they need as it is sent.
 #include "../../sum.cuh"
 #include "../latent/latent.cuh"
 #include "exchange.cuh"
@@ -62,12 +63,15 @@ struct Follow {
     // Where the last outputs of F16, the heads' weights, are sent for the choice, and its number: that of the one before, and two
     // words on how many heads are there. Null: nobody wants to know.
     uint64_t weights, number;
+    // Where outputs behind no norm are sent for the site behind, and the word after `counts` says with which number. Null:
+    // nobody wants to know.
+    uint64_t site;
     float eps;
     uint32_t split, row_groups, cols;  // columns of the first
     // Partial sums of the first, of the index query and of the second, and angles, from the inputs on.
     uint32_t first_at, index_at, second_at, angles_at;
 };
-static_assert(sizeof(Follow) == 248);
+static_assert(sizeof(Follow) == 256);
 
 // The thread's number, and an address, as if nobody knew them before: what follows from them does not wait in registers, which
 // are few.
@@ -277,10 +281,11 @@ struct Following {
             return;
         }
         const uint32_t warp = threadIdx.x >> 5;
-        // Behind a norm the next kernel begins when everything before this one has ended.
-        if (!NORMED) pdl_launch();
+        // Who takes what is sent begins when everything before this one has ended.
+        const bool sends = !NORMED && p.site != 0;
+        if (!NORMED && !sends) pdl_launch();
         pdl_wait();
-        if (NORMED) pdl_launch();
+        if (NORMED || (sends && blockIdx.x != 0)) pdl_launch();
         Marks::mark(words() + 3, 2);
         uint32_t* counts = reinterpret_cast<uint32_t*>(p.counts);
         if (threadIdx.x == 0) words()[0] = __ldcg(counts) + 1;
@@ -365,6 +370,7 @@ struct Following {
                 }
                 // The others first: they wait. Whole warps, each with a block of 32 outputs.
                 if (!NORMED && !second) send_codes(sum, p.sent, (at + o) / 32, tag);
+                if (sends && second) send_pair(p.site + 8 * fours_place(at + o), sum, tag);
                 if (NORMED) {
                     const uint32_t to = second ? kSentFirst + fours_place(at + o) : (own.half ? 8 * p.row_groups : 0) + at + o;
                     send_pair(p.sent + 8 * to, sum, tag);
@@ -382,6 +388,8 @@ struct Following {
                 take_normed<INDEX>(p.sent, tag, p.norm, p.eps, inputs);
                 if (INDEX) copies_landed();
             } else {
+                // There is time now.
+                if (sends && blockIdx.x == 0 && threadIdx.x == 0) pdl_launch_as(this_place(p.counts) + 1, tag);
                 take_codes(p.sent, 1024 * p.second.tiles, tag, inputs);
             }
             sync();

@@ -81,6 +81,7 @@ pub(super) struct ExpertsRow {
     out: u64,
     counts: u64,
     sent: u64,
+    site: u64,
     chosen: u32,
     units: u32,
     shared_tiles: u32,
@@ -98,7 +99,7 @@ pub(super) struct ExpertsRow {
     ring_at: u32,
     chunks: [[Chunk; MOST_CHUNKS]; 3],
 }
-const _: () = assert!(size_of::<ExpertsRow>() == 216 + 24 * MOST_CHUNKS);
+const _: () = assert!(size_of::<ExpertsRow>() == 224 + 24 * MOST_CHUNKS);
 
 /// The gate and gated units of one row's experts that were asked for and are not launched yet.
 #[derive(Clone)]
@@ -272,6 +273,7 @@ impl Cuda {
             out: 0,
             counts,
             sent,
+            site: 0,
             chosen,
             units,
             shared_tiles,
@@ -317,12 +319,15 @@ impl Cuda {
         if held != wanted || units.for_matrix(shared_down).inputs != Inputs::F32 {
             return Ok(false);
         }
-        let (row, shape, gate) = (ExpertsRow { out, ..*row }, *shape, *gate);
+        let sent = self.matmul.sends(out, down.parts[0].rows);
+        let site = sent.map_or(0, |sent| sent.pairs);
+        let (row, shape, gate) = (ExpertsRow { out, site, ..*row }, *shape, *gate);
         // Units go from block to block only.
         (self.matmul.held_units, self.matmul.units) = (None, None);
         self.counters.weight_bytes += self.touched(down, to) + shared_down.bytes() as u64;
         let grid = Grid::new(shape.blocks, shape.threads).shared(shape.shared).cluster(2);
         self.launch(kernel!("arc_matmul_experts_row"), grid, &[Arg::of(&row), Arg::of(&gate)])?;
+        self.matmul.sent = sent;
         Ok(true)
     }
 

@@ -35,6 +35,13 @@ const SECOND_PAIRS: usize = 1 << 16;
 /// launches without.
 const NORMED_AT: u64 = 16;
 const NORMED_BYTES: u64 = 16 + 8 * (FIRST_PAIRS + SECOND_PAIRS) as u64;
+/// Outputs that the exchange has room for where a site takes them as they are sent, and where these are: the number of the launch
+/// that sends them stands behind that of launches without a norm.
+const SITE_PAIRS: usize = 4096;
+const SITE_AT: u64 = NORMED_AT + NORMED_BYTES;
+const NUMBER_AT: u64 = 4;
+/// Where blocks of launches without a norm send what is their own.
+const SENT_AT: u64 = SITE_AT + 8 * SITE_PAIRS as u64;
 /// What a block leaves of a multiprocessor's shared memory to the small blocks of the kernels after it.
 const LEFT: u32 = 3200;
 const LEFT_TO_CHOICE: u32 = 19 << 10;
@@ -78,6 +85,17 @@ pub(crate) struct Due {
     pub second: u64,
 }
 
+/// What the last launch sends to a site right behind it, which does not wait for its end.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sent {
+    /// Address of the outputs as others find them.
+    pub out: u64,
+    /// Address of pairs of an output and the number of the launch.
+    pub pairs: u64,
+    /// Address of that number.
+    pub number: u64,
+}
+
 /// `Run` of follow.cu.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
@@ -109,6 +127,7 @@ struct Follow {
     heads: u64,
     weights: u64,
     number: u64,
+    site: u64,
     eps: f32,
     split: u32,
     row_groups: u32,
@@ -118,7 +137,7 @@ struct Follow {
     second_at: u32,
     angles_at: u32,
 }
-const _: () = assert!(size_of::<Follow>() == 248);
+const _: () = assert!(size_of::<Follow>() == 256);
 
 /// A matrix whose groups stand one behind the other, all of one format, and so do its outputs.
 fn run(w: &CudaMatrix, format: Format) -> Option<Run> {
@@ -212,7 +231,7 @@ impl Cuda {
 
     /// Drops what was held back by a step that failed, and what it would have sent.
     pub(crate) fn forget_held(&mut self) {
-        (self.matmul.held, self.matmul.held_units, self.matmul.due) = (None, None, None);
+        (self.matmul.held, self.matmul.held_units, self.matmul.due, self.matmul.sent) = (None, None, None, None);
     }
 
     /// `out = w * norm(x)` of one row, where `x` is the first outputs of the product held back, which was with `low` and,
@@ -283,6 +302,7 @@ impl Cuda {
             heads: query.map_or(0, |query| query.packed),
             weights: query.and_then(|query| query.weights).map_or(0, |(weights, _)| weights),
             number: query.and_then(|query| query.weights).map_or(0, |(_, number)| number),
+            site: 0,
             eps: norm.eps,
             split,
             row_groups: first[0].groups,
@@ -345,6 +365,7 @@ impl Cuda {
         if shared > MAX_SHARED {
             return Ok(false);
         }
+        let sent = self.matmul.sends(out.ptr(), w.rows);
         let args = Follow {
             first: [first, Run::default()],
             index: Run::default(),
@@ -354,12 +375,13 @@ impl Cuda {
             floats: 0,
             norm: 0,
             counts: self.matmul.exchange(0),
-            sent: self.matmul.exchange(0) + NORMED_AT + NORMED_BYTES,
+            sent: self.matmul.exchange(SENT_AT),
             infos: 0,
             rope: 0,
             heads: 0,
             weights: 0,
             number: 0,
+            site: sent.map_or(0, |sent| sent.pairs),
             eps: 0.0,
             split: blocks,
             row_groups,
@@ -373,6 +395,7 @@ impl Cuda {
         (self.matmul.held, self.matmul.ready) = (None, None);
         self.counters.weight_bytes += w.bytes() as u64;
         self.launch(kernel!("arc_matmul_follow"), Grid::new(blocks, THREADS).shared(shared), &[Arg::of(&args)])?;
+        self.matmul.sent = sent;
         Ok(true)
     }
 }
@@ -383,15 +406,21 @@ impl Workspace {
         self.exchange.as_ref().expect("`finish` made it").ptr() + at
     }
 
+    /// How one row of so many outputs is sent to a site. `None` where they are not as many as a cluster takes.
+    pub(super) fn sends(&self, out: u64, outputs: usize) -> Option<Sent> {
+        let sent = Sent { out, pairs: self.exchange(SITE_AT), number: self.exchange(NUMBER_AT) };
+        (outputs == SITE_PAIRS).then_some(sent)
+    }
+
     /// Words of the exchange, for products of so many columns as blocks of int8.
     pub(super) fn exchange_words(cols: usize) -> usize {
-        (NORMED_AT + NORMED_BYTES) as usize / 4 + cols.div_ceil(32) * 12
+        SENT_AT as usize / 4 + cols.div_ceil(32) * 12
     }
 
     /// Where launches without a norm are counted, and so many blocks of int8 are sent. `None` where there is no room for them.
     /// Numbers stand at the same places whoever sends.
     pub(super) fn exchange_units(&self, blocks: usize) -> Option<[u64; 2]> {
-        let sent = self.exchange(NORMED_AT + NORMED_BYTES);
+        let sent = self.exchange(SENT_AT);
         let end = self.exchange(4 * self.exchange.as_ref()?.len() as u64);
         (sent + 48 * blocks as u64 <= end).then_some([self.exchange(0), sent])
     }
