@@ -191,6 +191,8 @@ struct Attention {
     y: Vec<f32>,
     /// `grouped` and `y` again, from steps that have one stage each.
     alone: [Vec<f32>; 2],
+    /// What a site behind `y` leaves, twice of other heads: in the same step, and in one of its own.
+    sites: [[Vec<f32>; 2]; 2],
 }
 
 /// Products of one row that share a launch: those behind the site with the queries', and the output projections.
@@ -222,6 +224,8 @@ fn followed(suite: &mut Suite) {
                 equal_or_nan(&want.q, &got.q),
                 equal_or_nan(&got.alone[0], &got.grouped),
                 equal_or_nan(&got.alone[1], &got.y),
+                equal_bits(&got.sites[0][1], &got.sites[0][0]),
+                equal_bits(&got.sites[1][1], &got.sites[1][0]),
                 within(&want.y, &got.y, 2e-2, 2e-2),
             ])
         });
@@ -238,6 +242,11 @@ fn followed(suite: &mut Suite) {
             let want = attend(&mut pair.cpu, pool, other, true).map_err(|error| error.to_string())?;
             let got = attend(&mut pair.gpu, pool, HEADS, true).map_err(|error| error.to_string())?;
             within(&want.y, &got.y, 2e-2, 2e-2)
+        });
+        suite.mutant(&format!("chain/one row's site behind other outputs/pool {name}"), |suite| {
+            let mut pair = suite.pair(limits(1, CONTEXT));
+            let got = attend(&mut pair.gpu, pool, HEADS, true).map_err(|error| error.to_string())?;
+            equal_bits(&got.sites[0][1], &got.sites[1][0])
         });
     }
 }
@@ -356,7 +365,35 @@ fn attend<D: OpsV4 + Alloc + Landing + Readback + Steps>(
     dev.step(stage_key(1), &mut |dev| dev.attn_out_b(&mut y, &ws, &w, &layer, 1))?;
     let [grouped, y_left] = left;
     let alone = [grouped_alone, read(dev, &y, DIM)?];
-    Ok(Attention { low, pool: pooled, q, kv, ring, stored: left_rows, grouped, y: y_left, alone })
+    let before = [read(dev, &streams.x, STREAMS * DIM)?, read(dev, &streams.mixing, MIXES)?];
+    let mut sites = [const { [const { Vec::new() }; 2] }; 2];
+    for (i, left) in sites.iter_mut().enumerate() {
+        let scale = attention.scale * (1 + i) as f32;
+        let layer = LatentLayer { attention: LatentConfig { scale, ..attention }, ..layer };
+        for (together, left) in [true, false].into_iter().zip(left) {
+            dev.write(&mut streams.x, &before[0])?;
+            dev.write(&mut streams.mixing, &before[1])?;
+            let mut stage = |dev: &mut D, products: bool, behind: bool| {
+                if products {
+                    dev.attn_latent(&mut ws, &mut state, &w, &layer, false, 1)?;
+                    dev.attn_out_a(&mut ws, &w, &layer, 1)?;
+                    dev.attn_out_b(&mut y, &ws, &w, &layer, 1)?;
+                }
+                let norm = Norm { weight: &weight, eps: EPS };
+                match behind {
+                    true => dev.hc_site(&mut h, &mut streams, Incoming::Output(&y), &site, &cfg, norm, 1),
+                    false => Ok(()),
+                }
+            };
+            dev.step(stage_key(1), &mut |dev| stage(dev, true, together))?;
+            if !together {
+                dev.step(stage_key(1), &mut |dev| stage(dev, false, true))?;
+            }
+            *left = [read(dev, &h, DIM)?, read(dev, &streams.x, STREAMS * DIM)?, read(dev, &streams.mixing, MIXES)?]
+                .concat();
+        }
+    }
+    Ok(Attention { low, pool: pooled, q, kv, ring, stored: left_rows, grouped, y: y_left, alone, sites })
 }
 
 /// One row that chooses among keys.
