@@ -77,31 +77,38 @@ struct Fma {
         }
     }
 
+    // Where rows 4n .. 4n + 4 stand in columns 4 four .. 4 four + 4, in fours: lanes that bring them meet different banks.
+    __device__ __forceinline__ static uint32_t place(uint32_t n, uint32_t four) { return n ^ (four & (BN / 4 - 1)); }
+
     // Columns k .. k + KC of a slice.
     __device__ __forceinline__ void stage(Warp& to, uint32_t slice, uint32_t cols, uint32_t k) const {
-        const uint32_t lane = threadIdx.x & 31, row = lane % BN, input = shared.tables.input[row];
+        const uint32_t lane = threadIdx.x & 31;
         constexpr int kUnits = KC / kLen;
-        uint4 units[BM / 32][kUnits] = {};
-        float scales[BM / 32] = {};
         const bool whole = k + KC <= cols;
-        // All loads are on their way before the first value is used.
+        // All loads of a batch are on their way before the first value is used.
+        constexpr int kBatch = F == F32 ? 1 : BM / 32;
 #pragma unroll
-        for (int i = 0; i < BM / 32; ++i) {
-            uint32_t at;
-            const uint8_t* tile = tile_of(slice, 32 * i + lane, at);
-            if (tile == nullptr || !whole) continue;
+        for (int first = 0; first < BM / 32; first += kBatch) {
+            uint4 units[kBatch][kUnits] = {};
+            float scales[kBatch] = {};
 #pragma unroll
-            for (int j = 0; j < kUnits; ++j) units[i][j] = __ldg(units_of(tile, at, k) + 32 * j);
-            if constexpr (F == FP8) scales[i] = e8m0(tile[k / 128 * (kLanes * 129) + 8 * 512 + at]);
-        }
+            for (int i = 0; i < kBatch; ++i) {
+                uint32_t at;
+                const uint8_t* tile = tile_of(slice, 32 * (first + i) + lane, at);
+                if (tile == nullptr || !whole) continue;
 #pragma unroll
-        for (int i = 0; i < BM / 32; ++i) {
+                for (int j = 0; j < kUnits; ++j) units[i][j] = __ldg(units_of(tile, at, k) + 32 * j);
+                if constexpr (F == FP8) scales[i] = e8m0(tile[k / 128 * (kLanes * 129) + 8 * 512 + at]);
+            }
 #pragma unroll
-            for (int j = 0; j < kUnits; ++j) {
-                float v[kLen];
-                decode(units[i][j], scales[i], v);
+            for (int i = 0; i < kBatch; ++i) {
 #pragma unroll
-                for (int n = 0; n < kLen; ++n) to.w[kLen * j + n][32 * i + lane] = v[n];
+                for (int j = 0; j < kUnits; ++j) {
+                    float v[kLen];
+                    decode(units[i][j], scales[i], v);
+#pragma unroll
+                    for (int n = 0; n < kLen; ++n) to.w[kLen * j + n][32 * (first + i) + lane] = v[n];
+                }
             }
         }
         if constexpr (F != FP8) {
@@ -112,20 +119,34 @@ struct Fma {
                 for (uint32_t j = 0; tile != nullptr && k + j < cols; ++j) to.w[j][32 * i + lane] = one(tile, at, cols, k + j);
             }
         }
-        // Lanes of one row share its columns.
-        constexpr uint32_t kEach = KC * BN / 32;
-        const uint32_t first = lane / BN * kEach;
-        const float* from = reinterpret_cast<const float*>(p.floats) + (size_t)input * p.cut.cols + slice * kSlice + k;
-        if (k + KC <= cols && p.cut.cols % 4 == 0) {
+        // Eight lanes bring a row's columns, four each: whole lines.
+        const uint32_t four = lane % 8;
+        const float* from = reinterpret_cast<const float*>(p.floats) + slice * kSlice + k + 4 * four;
+        if (whole && p.cut.cols % 4 == 0) {
 #pragma unroll
-            for (uint32_t j = 0; j < kEach; j += 4) {
-                const float4 v = input != kNoRow ? *reinterpret_cast<const float4*>(from + first + j)
-                                                 : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                float(*x)[BN] = to.x + first + j;
-                x[0][row] = v.x, x[1][row] = v.y, x[2][row] = v.z, x[3][row] = v.w;
+            for (int first = 0; first < BN / 4; first += 4) {
+                float4 v[4];
+#pragma unroll
+                for (int n = 0; n < 4; ++n) {
+                    const uint32_t input = shared.tables.input[4 * (first + n) + lane / 8];
+                    v[n] = input != kNoRow ? *reinterpret_cast<const float4*>(from + (size_t)input * p.cut.cols)
+                                           : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                }
+#pragma unroll
+                for (int n = 0; n < 4; ++n) {
+                    float* column = to.x[4 * four] + 4 * place(first + n, four) + lane / 8;
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) column[i * BN] = part(v[n], i);
+                }
             }
         } else {
-            for (uint32_t j = first; j < first + kEach; ++j) to.x[j][row] = input != kNoRow && k + j < cols ? from[j] : 0.0f;
+            for (uint32_t n = 0; n < BN / 4; ++n) {
+                const uint32_t input = shared.tables.input[4 * n + lane / 8];
+                for (uint32_t i = 0; i < 4; ++i) {
+                    const bool there = input != kNoRow && k + 4 * four + i < cols;
+                    to.x[4 * four + i][4 * place(n, four) + lane / 8] = there ? from[(size_t)input * p.cut.cols + i] : 0.0f;
+                }
+            }
         }
     }
 
@@ -152,18 +173,26 @@ struct Fma {
                     __syncwarp();
                     stage(own, slice, cols, k);
                     __syncwarp();
+#pragma unroll 1
+                    for (int four = 0; four < KC / 4; ++four) {
+                        const float* rows[N / 4];
+#pragma unroll
+                        for (int i = 0; i < N / 4; ++i) rows[i] = &own.x[4 * four][4 * place(4 * i + ln / 4, four)];
 #pragma unroll 2
-                    for (int j = 0; j < KC; ++j) {
-                        float4 w[O / 4], x[N / 4];
+                        for (int j = 0; j < 4; ++j) {
+                            float4 w[O / 4], x[N / 4];
 #pragma unroll
-                        for (int i = 0; i < O / 4; ++i) w[i] = *reinterpret_cast<const float4*>(&own.w[j][32 * i + lo]);
+                            for (int i = 0; i < O / 4; ++i) {
+                                w[i] = *reinterpret_cast<const float4*>(&own.w[4 * four + j][32 * i + lo]);
+                            }
 #pragma unroll
-                        for (int i = 0; i < N / 4; ++i) x[i] = *reinterpret_cast<const float4*>(&own.x[j][16 * i + ln]);
+                            for (int i = 0; i < N / 4; ++i) x[i] = *reinterpret_cast<const float4*>(rows[i] + j * BN);
 #pragma unroll
-                        for (int o = 0; o < O; ++o) {
+                            for (int o = 0; o < O; ++o) {
 #pragma unroll
-                            for (int n = 0; n < N; ++n) {
-                                acc[o][n] = __fmaf_rn(part(w[o / 4], o % 4), part(x[n / 4], n % 4), acc[o][n]);
+                                for (int n = 0; n < N; ++n) {
+                                    acc[o][n] = __fmaf_rn(part(w[o / 4], o % 4), part(x[n / 4], n % 4), acc[o][n]);
+                                }
                             }
                         }
                     }

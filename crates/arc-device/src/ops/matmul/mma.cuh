@@ -131,8 +131,8 @@ struct Coded {
         return b % 2 == 0 ? make_uint2(two.x, two.y) : make_uint2(two.z, two.w);
     }
 
-    // The two words of block b that this lane takes, and the block's scales. Blocks ascend.
-    __device__ __forceinline__ Scales decode(int b, const uint8_t* patterns, uint32_t& low, uint32_t& high) {
+    // The two words of block b that this lane takes, and the block's scales. Blocks ascend. `magnitudes`: as `iq2` has them.
+    __device__ __forceinline__ Scales decode(int b, const uint8_t* patterns, uint32_t magnitudes, uint32_t& low, uint32_t& high) {
         Scales s{d, m, 0, 0, 0};
         const auto pair = [](const uint8_t* p) { return *reinterpret_cast<const uint2*>(p); };
         if constexpr (F == Q8_0) {
@@ -146,9 +146,13 @@ struct Coded {
             const uint32_t index = v.x, signs = v.y;
             // As iq2 of decode.cuh, the signs at bit 2 of their nibbles.
             const uint32_t all = iq2_signs(signs), sign = __funnelshift_l(all, all, 2 - t) & 0x44444444u;
-            const uint32_t selector = load4(patterns + permute(index, 0, 0x4440 | t) * (4 * kLanes)) | sign;
-            low = permute(kMagnitudes, 0x00d5e7f8u, selector);
-            high = permute(kMagnitudes, 0x00d5e7f8u, selector >> 16);
+            // In one instruction, or in two that need no register for the factor.
+            const uint32_t table = (uint32_t)__cvta_generic_to_shared(patterns);
+            const uint32_t entry = TWO ? __dp4a(index, (uint32_t)(4 * kLanes) << (8 * t), table)
+                                       : table + permute(index, 0, 0x4440 | t) * (4 * kLanes);
+            const uint32_t selector = *reinterpret_cast<const uint32_t*>(__cvta_shared_to_generic(entry)) | sign;
+            low = permute(magnitudes, 0x00d5e7f8u, selector);
+            high = permute(magnitudes, 0x00d5e7f8u, selector >> 16);
             s.d = iq2_scale(d, signs);
         } else if constexpr (F == Q2_K) {
             const uint2 v = codes(b, 1 + b / 2);
@@ -316,6 +320,8 @@ __device__ __forceinline__ void multiply(const uint8_t* weights, const uint8_t* 
                                           : (first + g) * X::kRow + 8 * t);
     const float* d = reinterpret_cast<const float*>(rows + X::kScales) + first + 2 * t;
     const uint32_t* sums = reinterpret_cast<const uint32_t*>(rows + X::kSums) + first + 2 * t;
+    // Kept in a register: the compiler would move a constant there every time.
+    const uint32_t magnitudes = F == IQ2_XXS ? __shfl_sync(~0u, lane == 0 ? kMagnitudes : lane, 0) : 0;
     Coded<F, NT <= 3> coded[2][2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -330,7 +336,7 @@ __device__ __forceinline__ void multiply(const uint8_t* weights, const uint8_t* 
 #pragma unroll
         for (int mt = 0; mt < 2; ++mt) {
 #pragma unroll
-            for (int h = 0; h < 2; ++h) w[mt][h] = coded[mt][h].decode(b, patterns, a[mt][h], a[mt][2 + h]);
+            for (int h = 0; h < 2; ++h) w[mt][h] = coded[mt][h].decode(b, patterns, magnitudes, a[mt][h], a[mt][2 + h]);
             if constexpr (F == Q8_0) {
                 load_matrices(a[mt][0], a[mt][1], a[mt][2], a[mt][3], matrix + b * Coded<F>::kUnit + mt * 256);
             }
