@@ -428,7 +428,7 @@ impl Cuda {
         let tiles = self.tiles(layer, select, rows);
         let args = self.latent_args(ws, state, Some(w), layer, select, rows)?;
         let mut args = LatentArgs { most_splits: most_splits as u32, apart, counts, sent_q, tiles, ..args };
-        // Few rows: the first output projection's inputs are made on the way, if they are int8 of plain values.
+        // The first output projection's inputs are made on the way, if they are int8 of plain values.
         let codes = att.dim.is_multiple_of(32)
             && w.out_a.reads() == Reads { codes: true, floats: false }
             && rounding(out_a_inputs(layer), &w.out_a) == Inputs::F32;

@@ -155,13 +155,13 @@ impl Workspace {
         if wanted { self.codes(which) } else { Codes::default() }
     }
 
-    /// As [`leave`](Self::leave), of rows that products read in `parts` pieces of `cols` values.
+    /// As [`leave`](Self::leave), of rows that products read in `parts` pieces of `cols` values, by a kernel that reads no
+    /// inputs: of any number of rows.
     pub(crate) fn leave_parts(&mut self, x: u64, cols: usize, rows: usize, parts: usize, wanted: bool) -> Codes {
-        let codes = self.leave(x, cols, rows, wanted, None);
-        if let Some(ready) = &mut self.ready {
-            ready.rows *= parts;
-        }
-        codes
+        let wanted = wanted && cols.is_multiple_of(32);
+        assert!(!wanted || rows * parts * cols <= self.inputs(0).q.len(), "{rows} inputs of {parts} x {cols} values");
+        self.ready = wanted.then_some(Ready { x, cols, rows: rows * parts, which: 0 });
+        if wanted { self.codes(0) } else { Codes::default() }
     }
 
     /// Which buffers have the int8 inputs that `from` says.
