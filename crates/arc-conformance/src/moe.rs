@@ -335,6 +335,20 @@ pub fn cases(suite: &mut Suite) {
             cases.push(Case { scores, ..Case::new(1024, 256, 64, 6, rows) });
         }
     }
+    // Experts whose slices stand four a tile: the way through all of them, and tiles of 8 to 32 rows.
+    for (hidden, ffn, experts, chosen, rows) in [
+        (1024, 1024, 32, 6, 9),
+        (1024, 1024, 32, 6, 64),
+        (1024, 2048, 300, 16, 20),
+        (2048, 1024, 64, 6, 150),
+        (4096, 2048, 16, 2, 80),
+        (4096, 2048, 8, 2, 90),
+        (1024, 1024, 32, 6, 256),
+    ] {
+        cases.push(Case::new(hidden, ffn, experts, chosen, rows));
+    }
+    cases.push(Case { hashed: true, ..Case::new(1024, 1024, 32, 6, 40) });
+    cases.push(Case { scores: Scores::Faulty, ..Case::new(1024, 1024, 64, 6, 40) });
     // The production widths, and the tiny model's.
     cases.push(Case::new(4096, 512, 16, 6, 1));
     cases.push(Case::new(4096, 512, 16, 6, 5));
@@ -384,12 +398,14 @@ pub fn cases(suite: &mut Suite) {
     one_launch(suite);
     suite.case("moe/clamps", |suite| clamps(suite, |gate, limit| gate.min(limit)));
     suite.mutant("moe/gate clamped on both sides", |suite| clamps(suite, |gate, limit| gate.clamp(-limit, limit)));
-    for (experts, rows) in [(64, 4), (256, 1)] {
-        let case = Case { scores: Scores::Ties, ..Case::new(1024, 256, experts, 6, rows) };
-        suite.mutant(&format!("moe/of equal scores the higher id/{experts} experts"), |suite| higher_id(suite, &case));
+    for (experts, rows, ffn) in [(64, 4, 256), (256, 1, 256), (64, 40, 1024)] {
+        let case = Case { scores: Scores::Ties, ..Case::new(1024, ffn, experts, 6, rows) };
+        suite.mutant(&format!("moe/of equal scores the higher id/{experts} experts, {rows} rows"), |suite| {
+            higher_id(suite, &case)
+        });
         let mut other = case.clone();
         other.cfg.router.scale = 2.5;
-        suite.mutant(&format!("moe/another scale of the weights/{experts} experts"), |suite| {
+        suite.mutant(&format!("moe/another scale of the weights/{experts} experts, {rows} rows"), |suite| {
             let mut pair = suite.pair(limits(case.rows, 32));
             let want = run(&mut pair.cpu, &other).map_err(|error| error.to_string())?;
             let got = run(&mut pair.gpu, &case).map_err(|error| error.to_string())?;
@@ -630,7 +646,7 @@ fn clamps(suite: &Suite, clamp: fn(f32, f32) -> f32) -> Verdict {
 /// The stages at the production sizes.
 fn perf(suite: &Suite) -> Verdict {
     let mut text = Vec::new();
-    for rows in [1, 2, 4, 8, 32, 256] {
+    for rows in [1, 2, 4, 8, 32, 64, 256, 512, 2048] {
         let case = Case::new(4096, 2048, 256, 6, rows);
         let mut gpu = suite.gpu(limits(rows, 32)).map_err(|error| error.to_string())?;
         text.push(figures(&mut gpu, &case).map_err(|error| error.to_string())?);

@@ -68,6 +68,14 @@ const MMA: [Option<Many>; 16] = [
     Some(Many { warps: 4, block: kernel!("arc_matmul_mma_mxfp4_32"), large: None, split: [kernel!("arc_matmul_mma_mxfp4_split_16"), kernel!("arc_matmul_mma_mxfp4_split_32")] }),
     None,
 ];
+/// Kernels of experts as grouped.cuh has them, of a gate and its up or of one matrix: up to 16 rows of an expert at a time, or 32.
+#[rustfmt::skip]
+const GROUPED: [(Format, bool, [Kernel; 2]); 2] = [
+    (Format::Iq2Xxs, true, [kernel!("arc_matmul_grouped_iq2_xxs_16"), kernel!("arc_matmul_grouped_iq2_xxs_32")]),
+    (Format::Q2K, false, [kernel!("arc_matmul_grouped_q2_k_16"), kernel!("arc_matmul_grouped_q2_k_32")]),
+];
+/// Rows of an expert up to which 16 are taken at a time. Of 48, 32 are better.
+const GROUPED_FEW: usize = 12;
 /// Kernels of one format, as mma.cuh has them.
 #[derive(Debug, Clone, Copy)]
 struct Many {
@@ -90,6 +98,22 @@ const FMA: [(Format, [Kernel; 2]); 4] = [
 ];
 /// Rows up to which weights meet whole rows; of more, a block takes weights and rows a slice at a time.
 pub(crate) const FEW_ROWS: usize = 8;
+
+/// The kernel that takes experts' rows as they are, where it can: gates and their ups that become clamped units, or one matrix
+/// whose outputs are stored; whole sixteens of outputs, four slices a tile, and room for the rows. `each`: rows of an expert.
+fn grouped(format: Format, each: usize, product: &Product) -> Option<(Kernel, Block)> {
+    let pair = product.pair != 0;
+    let (_, _, kernels) = GROUPED.iter().find(|(of, pairs, _)| (*of, *pairs) == (format, pair))?;
+    let more = usize::from(each > GROUPED_FEW);
+    let block = Block::of_grouped(format, 16 << more, product.cut.cols as usize, product.experts as usize);
+    let outputs = product.segs[0].rows as usize * if pair { 2 } else { 1 };
+    let fits = product.cut.log_c == 2
+        && outputs.is_multiple_of(block.outputs)
+        && product.epilogue == if pair { 6 } else { 0 }
+        && product.n_segs == 1 + product.pair
+        && block.shared <= plan::MAX_SHARED;
+    fits.then_some((kernels[more], block))
+}
 
 fn unsupported(what: String) -> DeviceError {
     DeviceError::Unsupported { device: "cuda", what }
@@ -477,6 +501,12 @@ impl Cuda {
         let blocks = |block: Block| across(block.rows) * of_all.div_ceil(block.outputs);
         let fills = |block: Block| 4 * blocks(block) >= 3 * processors;
         let each = if product.bounds != 0 { assigned / product.experts as usize } else { rows };
+        if product.bounds != 0
+            && let Some((kernel, block)) = grouped(format, each, product)
+        {
+            let grid = Grid::new(processors as u32, block.threads).shared(block.shared);
+            return self.launch(kernel, grid, &[Arg::of(product)]);
+        }
         let (kernel, block) = match MMA[format as usize] {
             Some(many) => {
                 let [block, large] = [1, 2].map(|rows| Block::of_slices(format, many.warps, rows));

@@ -243,6 +243,19 @@ impl Block {
         (outputs / 8 * 20 + rows * 4).next_multiple_of(8)
     }
 
+    /// A multiprocessor's share of experts' products, up to 16 or 32 rows at a time: `Grouped` of grouped.cuh.
+    pub fn of_grouped(format: Format, rows: usize, cols: usize, experts: usize) -> Block {
+        let iq2 = format == Format::Iq2Xxs;
+        let (warps, stages) = if rows == 16 { (20, 4) } else { (16, if iq2 { 2 } else { 4 }) };
+        let plan = (4 * (experts + 1)).next_multiple_of(16) + 68;
+        let head = plan.next_multiple_of(128) + 128 + if iq2 { 32_768 + 512 * warps } else { 0 };
+        let row = cols + 64 + cols / 8 * if iq2 { 1 } else { 2 };
+        // A slice of sixteen outputs, of tiles that have four slices of eight.
+        let stage = 2 * tile_bytes(format, SLICE) / 4;
+        let shared = head + rows * row + warps * stages * stage;
+        Block { outputs: 16, rows, threads: 32 * warps as u32, shared: shared as u32 }
+    }
+
     /// Tables, and copies of the patterns of IQ2_XXS.
     fn head(format: Format, outputs: usize, rows: usize) -> usize {
         Block::tables(outputs, rows).next_multiple_of(128) + if format == Format::Iq2Xxs { 32_768 } else { 0 }
@@ -343,8 +356,19 @@ impl Product {
 
 #[cfg(test)]
 mod tests {
-    use super::Cut;
+    use super::{Block, Cut, MAX_SHARED};
     use crate::format::Format;
+
+    /// DeepSeek-V4-Flash's experts, of which a tile's rows stand in shared memory as a whole.
+    #[test]
+    fn tiles_of_experts_rows_fit() {
+        for rows in [16, 32] {
+            for (format, cols) in [(Format::Iq2Xxs, 4096), (Format::Q2K, 2048)] {
+                let block = Block::of_grouped(format, rows, cols, 256);
+                assert!(block.shared <= MAX_SHARED, "{rows} rows of {}: {}", format.name(), block.shared);
+            }
+        }
+    }
 
     #[test]
     fn a_group_has_the_bytes_of_its_rows() {
