@@ -23,7 +23,7 @@ pub fn cases(suite: &mut Suite) {
         }
         // Numbers of blocks by which 132 multiprocessors choose each of the kernels over many rows.
         suite.case(&format!("matmul/{}/blocks", format.name()), |suite| {
-            product(suite, &[(format, 4100)], odd(format), &[64, 100, 129])
+            product(suite, &[(format, 4100)], odd(format), &[64, 100, 129, 300])
         });
         let long = 4 * format.block_len().max(256);
         suite.case(&format!("matmul/{}/embed", format.name()), |suite| embed(suite, &[(format, 97)], long));

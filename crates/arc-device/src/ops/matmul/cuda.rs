@@ -54,10 +54,10 @@ const MMA: [Option<Many>; 16] = [
     None,
     None,
     None,
-    Some(Many { warps: 4, block: kernel!("arc_matmul_mma_q8_0_32"), large: Some(kernel!("arc_matmul_mma_q8_0_64")), split: [kernel!("arc_matmul_mma_q8_0_split_16"), kernel!("arc_matmul_mma_q8_0_split_32")] }),
-    Some(Many { warps: 4, block: kernel!("arc_matmul_mma_q4_0_32"), large: Some(kernel!("arc_matmul_mma_q4_0_64")), split: [kernel!("arc_matmul_mma_q4_0_split_16"), kernel!("arc_matmul_mma_q4_0_split_32")] }),
+    Some(Many { warps: 4, block: kernel!("arc_matmul_mma_q8_0_32"), large: Some([kernel!("arc_matmul_mma_q8_0_64"), kernel!("arc_matmul_mma_q8_0_64_alone")]), split: [kernel!("arc_matmul_mma_q8_0_split_16"), kernel!("arc_matmul_mma_q8_0_split_32")] }),
+    Some(Many { warps: 4, block: kernel!("arc_matmul_mma_q4_0_32"), large: Some([kernel!("arc_matmul_mma_q4_0_64"), kernel!("arc_matmul_mma_q4_0_64_alone")]), split: [kernel!("arc_matmul_mma_q4_0_split_16"), kernel!("arc_matmul_mma_q4_0_split_32")] }),
     Some(Many { warps: 4, block: kernel!("arc_matmul_mma_q4_1_32"), large: None, split: [kernel!("arc_matmul_mma_q4_1_split_16"), kernel!("arc_matmul_mma_q4_1_split_32")] }),
-    Some(Many { warps: 4, block: kernel!("arc_matmul_mma_q5_0_32"), large: Some(kernel!("arc_matmul_mma_q5_0_64")), split: [kernel!("arc_matmul_mma_q5_0_split_16"), kernel!("arc_matmul_mma_q5_0_split_32")] }),
+    Some(Many { warps: 4, block: kernel!("arc_matmul_mma_q5_0_32"), large: Some([kernel!("arc_matmul_mma_q5_0_64"), kernel!("arc_matmul_mma_q5_0_64_alone")]), split: [kernel!("arc_matmul_mma_q5_0_split_16"), kernel!("arc_matmul_mma_q5_0_split_32")] }),
     Some(Many { warps: 4, block: kernel!("arc_matmul_mma_q5_1_32"), large: None, split: [kernel!("arc_matmul_mma_q5_1_split_16"), kernel!("arc_matmul_mma_q5_1_split_32")] }),
     Some(Many { warps: 4, block: kernel!("arc_matmul_mma_q2_k_32"), large: None, split: [kernel!("arc_matmul_mma_q2_k_split_16"), kernel!("arc_matmul_mma_q2_k_split_32")] }),
     Some(Many { warps: 4, block: kernel!("arc_matmul_mma_q3_k_32"), large: None, split: [kernel!("arc_matmul_mma_q3_k_split_16"), kernel!("arc_matmul_mma_q3_k_split_32")] }),
@@ -83,8 +83,8 @@ struct Many {
     warps: usize,
     /// Blocks of 32 rows.
     block: Kernel,
-    /// Blocks of 64 rows, where decoding weighs little.
-    large: Option<Kernel>,
+    /// Blocks of 64 rows, where decoding weighs little: two a processor, and where they are so few that each has its own.
+    large: Option<[Kernel; 2]>,
     /// Blocks of 32 outputs and 16 or 32 rows, whose warps share the slices.
     split: [Kernel; 2],
 }
@@ -509,9 +509,13 @@ impl Cuda {
         }
         let (kernel, block) = match MMA[format as usize] {
             Some(many) => {
-                let [block, large] = [1, 2].map(|rows| Block::of_slices(format, many.warps, rows));
+                let [block, large, alone] =
+                    [(1, 2), (2, 2), (2, 4)].map(|(rows, stages)| Block::of_slices(format, many.warps, rows, stages));
                 match many.large {
-                    Some(kernel) if each > block.rows && fills(large) => (kernel, large),
+                    Some([_, kernel]) if each > block.rows && fills(large) && blocks(large) <= processors => {
+                        (kernel, alone)
+                    }
+                    Some([kernel, _]) if each > block.rows && fills(large) => (kernel, large),
                     _ if product.bounds != 0 || fills(block) => (many.block, block),
                     _ => {
                         // Three of the smaller blocks or two of the larger, which take 1.6 times as long, fit a processor.

@@ -104,11 +104,46 @@ struct Tables {
         put(p, out_row, r, column[o / 8] + o % 8, v, up);
     }
 
+    // The same of the sum of a row's experts and the output: their products come together, of two outputs at a time.
+    __device__ __forceinline__ void store_routed(const Product& p, uint32_t row, uint32_t end, const float* values, uint32_t stride) const {
+        constexpr int kTogether = 8;
+        for (uint32_t first = threadIdx.x; first < BM * (end - row); first += 2 * blockDim.x) {
+            float x[2][kTogether];
+            bool live[2], there[2];
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const uint32_t i = first + k * blockDim.x, o = i % BM, r = row + i / BM;
+                there[k] = r < end && o % 8 < rows[o / 8];
+                live[k] = there[k] && reinterpret_cast<const uint32_t*>(p.infos)[8 * r] != 0;
+                const float* from = reinterpret_cast<const float*>(p.aux) + (size_t)r * p.chosen * p.out_stride + column[o / 8] + o % 8;
+#pragma unroll
+                for (int j = 0; j < kTogether; ++j) {
+                    if (there[k] && j < p.chosen) x[k][j] = from[(size_t)j * p.out_stride];
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const uint32_t i = first + k * blockDim.x, o = i % BM, r = row + i / BM;
+                if (!there[k]) continue;
+                const float* from = reinterpret_cast<const float*>(p.aux) + (size_t)r * p.chosen * p.out_stride + column[o / 8] + o % 8;
+                float sum = 0.0f;
+#pragma unroll
+                for (int j = 0; j < kTogether; ++j) {
+                    if (live[k] && j < p.chosen) sum = __fadd_rn(sum, x[k][j]);
+                }
+                for (uint32_t j = kTogether; live[k] && j < p.chosen; ++j) sum = __fadd_rn(sum, from[(size_t)j * p.out_stride]);
+                reinterpret_cast<float*>(p.out)[(size_t)r * p.out_stride + column[o / 8] + o % 8] =
+                    __fadd_rn(sum, values[(i / BM) * stride + o]);
+            }
+        }
+    }
+
     // All outputs of rows `row .. end`, by the block, neighbours side by side: output o of the n-th of them is
     // `values[n * stride + o]`.
     __device__ __forceinline__ void store_all(const Product& p, uint32_t row, uint32_t end, const float* values,
                                               uint32_t stride) const {
         const uint32_t outputs = p.pair ? BM / 2 : BM;
+        if (p.epilogue == kThenRouted) return store_routed(p, row, end, values, stride);
         for (uint32_t i = threadIdx.x; i < outputs * (end - row); i += blockDim.x) {
             const uint32_t o = i & (outputs - 1), n = i / outputs;
             const float* at = values + n * stride + o;

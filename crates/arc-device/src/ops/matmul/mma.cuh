@@ -410,8 +410,8 @@ __device__ __forceinline__ bool begin(const Product& p, Tables& tables, uint8_t*
     return true;
 }
 
-// W warps along the outputs and WN along the rows, up to 32 rows each.
-template <uint32_t F, int W, int WN>
+// W warps along the outputs and WN along the rows, up to 32 rows each; so many slices stand in shared memory at once.
+template <uint32_t F, int W, int WN, int STAGES>
 struct Mma {
     static constexpr int BM = 32 * W, BN = 32 * WN;
     static constexpr int kThreads = 32 * W * WN;
@@ -420,7 +420,7 @@ struct Mma {
     const Product& p;
     uint8_t* smem;
 
-    // Shared memory: tables, patterns, two stages of weights and rows; in the end the outputs' totals, by rows.
+    // Shared memory: tables, patterns, stages of weights and rows; in the end the outputs' totals, by rows.
     static constexpr uint32_t kPatternsAt = (sizeof(Tables<BM, BN>) + 127) / 128 * 128;
     static constexpr uint32_t kStagesAt = kPatternsAt + (F == IQ2_XXS ? 256 * kLanes * 4 : 0);
     static constexpr uint32_t kStage = W * Coded<F>::kBytes + X::kBytes;
@@ -441,20 +441,22 @@ struct Mma {
         const uint8_t* patterns = smem + kPatternsAt + 4 * lane;
         const auto cols = [&](uint32_t slice) { return p.cut.cols_of(slice); };
         const auto bring = [&](uint32_t slice) {
-            uint8_t* stage = smem + kStagesAt + slice % 2 * kStage;
-            uint8_t *own = stage + warp * Coded<F>::kBytes, *x = stage + W * Coded<F>::kBytes;
-            if (WN == 1 || warp < W) weights.bring(own, p.cut, slice, cols(slice));
-            rows.bring(x, slice, cols(slice));
+            if (slice < p.cut.slices) {
+                uint8_t* stage = smem + kStagesAt + slice % STAGES * kStage;
+                uint8_t *own = stage + warp * Coded<F>::kBytes, *x = stage + W * Coded<F>::kBytes;
+                if (WN == 1 || warp < W) weights.bring(own, p.cut, slice, cols(slice));
+                rows.bring(x, slice, cols(slice));
+            }
             copies_commit();
         };
         float total[2][NT == 0 ? 1 : NT][4] = {};
-        bring(0);
+        for (uint32_t slice = 0; slice < STAGES - 1; ++slice) bring(slice);
         for (uint32_t slice = 0; slice < p.cut.slices; ++slice) {
-            copies_wait<0>();
+            copies_wait<STAGES - 2>();
             // The slice is there, and everybody has left the one before.
             __syncthreads();
-            if (slice + 1 < p.cut.slices) bring(slice + 1);
-            const uint8_t* stage = smem + kStagesAt + slice % 2 * kStage;
+            bring(slice + STAGES - 1);
+            const uint8_t* stage = smem + kStagesAt + slice % STAGES * kStage;
             if constexpr (NT != 0) {
                 float acc[2][NT][4];
                 multiply<F, X, BN, NT>(stage + warp % W * Coded<F>::kBytes, stage + W * Coded<F>::kBytes, first, patterns,
@@ -576,12 +578,12 @@ struct Split {
     }
 };
 
-#define ARC_MMA(NAME, FORMAT, W, WN, BLOCKS, ROWS)                                                      \
-    extern "C" __global__ void __launch_bounds__(32 * W * WN, BLOCKS) arc_matmul_mma_##NAME##_##ROWS(    \
+#define ARC_MMA(NAME, FORMAT, W, WN, STAGES, BLOCKS, ROWS, NAMED)                                       \
+    extern "C" __global__ void __launch_bounds__(32 * W * WN, BLOCKS) arc_matmul_mma_##NAME##_##NAMED(   \
         const __grid_constant__ arc::Product p) {                                                       \
         extern __shared__ __align__(128) uint8_t smem[];                                                \
-        static_assert(arc::Mma<FORMAT, W, WN>::BN == ROWS);                                             \
-        arc::Mma<FORMAT, W, WN>{p, smem}.run();                                                         \
+        static_assert(arc::Mma<FORMAT, W, WN, STAGES>::BN == ROWS);                                     \
+        arc::Mma<FORMAT, W, WN, STAGES>{p, smem}.run();                                                 \
     }
 #define ARC_MMA_SPLIT_BY(NAME, FORMAT, W, BLOCKS, ROWS)                                                  \
     extern "C" __global__ void __launch_bounds__(32 * W, BLOCKS) arc_matmul_mma_##NAME##_split_##ROWS(   \
@@ -593,11 +595,14 @@ struct Split {
     ARC_MMA_SPLIT_BY(NAME, FORMAT, 4, 3, 16)    \
     ARC_MMA_SPLIT_BY(NAME, FORMAT, 4, 2, 32)
 #define ARC_MMA_HEAVY(NAME, FORMAT, BLOCKS)   \
-    ARC_MMA(NAME, FORMAT, 4, 1, BLOCKS, 32)   \
+    ARC_MMA(NAME, FORMAT, 4, 1, 2, BLOCKS, 32, 32) \
     ARC_MMA_SPLIT(NAME, FORMAT)
-#define ARC_MMA_LIGHT(NAME, FORMAT)      \
-    ARC_MMA(NAME, FORMAT, 4, 1, 3, 32)   \
-    ARC_MMA(NAME, FORMAT, 4, 2, 2, 64)   \
+// Where a block of 64 rows is alone on its multiprocessor, more slices are on their way, and registers keep products from waiting
+// for one another.
+#define ARC_MMA_LIGHT(NAME, FORMAT)                  \
+    ARC_MMA(NAME, FORMAT, 4, 1, 2, 3, 32, 32)        \
+    ARC_MMA(NAME, FORMAT, 4, 2, 2, 2, 64, 64)        \
+    ARC_MMA(NAME, FORMAT, 4, 2, 4, 1, 64, 64_alone)  \
     ARC_MMA_SPLIT(NAME, FORMAT)
 
 }  // namespace arc

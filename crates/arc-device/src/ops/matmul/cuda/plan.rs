@@ -222,10 +222,10 @@ impl Block {
         Block { outputs, rows, threads: 256, shared: shared as u32 }
     }
 
-    /// `warps` along the outputs, `along_rows` along the rows: `Mma` of mma.cuh.
-    pub fn of_slices(format: Format, warps: usize, along_rows: usize) -> Block {
+    /// `warps` along the outputs, `along_rows` along the rows, `stages` of slices: `Mma` of mma.cuh.
+    pub fn of_slices(format: Format, warps: usize, along_rows: usize, stages: usize) -> Block {
         let (outputs, rows) = (32 * warps, 32 * along_rows);
-        let stages = 2 * (warps * tile_bytes(format, SLICE) + Block::inputs(format, rows));
+        let stages = stages * (warps * tile_bytes(format, SLICE) + Block::inputs(format, rows));
         let shared = Block::head(format, outputs, rows) + stages.max(4 * rows * (outputs + 4));
         Block { outputs, rows, threads: (32 * warps * along_rows) as u32, shared: shared as u32 }
     }
