@@ -237,6 +237,11 @@ impl Cuda {
         self.driver.multiprocessors
     }
 
+    /// How many clusters of a launch the device can have at once.
+    pub(crate) fn resident_clusters(&self, kernel: Kernel, grid: Grid) -> Result<u32> {
+        self.driver.resident_clusters(kernel, grid)
+    }
+
     /// Free and total bytes of the device.
     pub fn device_memory(&self) -> (u64, u64) {
         self.driver.memory()

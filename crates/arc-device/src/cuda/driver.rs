@@ -317,10 +317,8 @@ impl Driver {
         }
     }
 
-    /// Launches a kernel. `args`: pointers to the values of its parameters. `overlap`: it may start before the kernel
-    /// before it ends, and waits for it by itself (programmatic dependent launch).
-    pub fn launch(&self, kernel: Kernel, grid: Grid, args: &mut [*mut c_void], overlap: bool) -> Result<()> {
-        let mut attributes = [blank_attribute(), blank_attribute()];
+    /// A launch as the driver takes it. `attributes`: what it points to.
+    fn config(&self, grid: Grid, overlap: bool, attributes: &mut [sys::CUlaunchAttribute; 2]) -> sys::CUlaunchConfig {
         let mut n = 0;
         if grid.cluster > 1 {
             attributes[n].id = sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
@@ -333,7 +331,7 @@ impl Driver {
             attributes[n].value.programmaticStreamSerializationAllowed = 1;
             n += 1;
         }
-        let config = sys::CUlaunchConfig {
+        sys::CUlaunchConfig {
             gridDimX: grid.blocks[0],
             gridDimY: grid.blocks[1],
             gridDimZ: grid.blocks[2],
@@ -344,7 +342,26 @@ impl Driver {
             hStream: self.stream,
             attrs: attributes.as_mut_ptr(),
             numAttrs: n as u32,
-        };
+        }
+    }
+
+    /// How many clusters of a launch the device can have at once.
+    pub fn resident_clusters(&self, kernel: Kernel, grid: Grid) -> Result<u32> {
+        let mut attributes = [blank_attribute(), blank_attribute()];
+        let config = self.config(grid, false, &mut attributes);
+        let mut clusters = 0;
+        // SAFETY: the function is loaded; writes one integer.
+        let code =
+            unsafe { sys::cuOccupancyMaxActiveClusters(&mut clusters, self.functions[usize::from(kernel.0)], &config) };
+        check("cuOccupancyMaxActiveClusters", kernel.name(), code)?;
+        Ok(clusters as u32)
+    }
+
+    /// Launches a kernel. `args`: pointers to the values of its parameters. `overlap`: it may start before the kernel
+    /// before it ends, and waits for it by itself (programmatic dependent launch).
+    pub fn launch(&self, kernel: Kernel, grid: Grid, args: &mut [*mut c_void], overlap: bool) -> Result<()> {
+        let mut attributes = [blank_attribute(), blank_attribute()];
+        let config = self.config(grid, overlap, &mut attributes);
         let function = self.functions[usize::from(kernel.0)];
         // SAFETY: the function is loaded; `args` point to values that live through the call, in the kernel's order by
         // the contract of the stage that launches it.

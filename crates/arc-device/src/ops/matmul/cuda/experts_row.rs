@@ -18,6 +18,8 @@ use crate::ops::router::cuda::{Gate, ONE_EXPERTS, ONE_WARPS, choose_few};
 
 /// Threads of a block: warps that multiply, and behind them those that bring chunks, send units and take them.
 const THREADS: u32 = 32 * 20;
+/// Blocks that have halves of the same units.
+const CLUSTER: u32 = 2;
 /// Bytes of what a block knows of the row, and shares of the gate.
 const KNOWN: u32 = 1792;
 /// Bytes of chunks on their way at a time: what memory needs to be busy, for all else waits behind them.
@@ -122,6 +124,11 @@ struct Plan {
     /// Of most blocks, of those that have a helper, and of helpers.
     chunks: [Vec<Chunk>; 3],
     shape: Shape,
+}
+
+/// Clusters of blocks.
+fn grid(shape: Shape) -> Grid {
+    Grid::new(shape.blocks, shape.threads).shared(shape.shared).cluster(CLUSTER)
 }
 
 /// Cuts a row of `chosen` experts into blocks. `None` where the kernel cannot, or a block does not have the room.
@@ -240,6 +247,11 @@ impl Cuda {
         let Some(plan) = plan(&w.up.cut, &w.down.cut, to.chosen as u32, self.multiprocessors()) else {
             return Ok(None);
         };
+        // Blocks wait for one another.
+        let clusters = self.resident_clusters(kernel!("arc_matmul_experts_row"), grid(plan.shape))?;
+        if CLUSTER * clusters < plan.shape.blocks {
+            return Ok(None);
+        }
         // Every block has units, and some have scores: a warp a chunk of an expert's row.
         let chunks = hidden / SUM_CHUNK;
         let divides = hidden.is_multiple_of(SUM_CHUNK) && ONE_WARPS.is_multiple_of(chunks);
@@ -321,11 +333,10 @@ impl Cuda {
         }
         let sent = self.matmul.sends(out, down.parts[0].rows);
         let site = sent.map_or(0, |sent| sent.pairs);
-        let (row, shape, gate) = (ExpertsRow { out, site, ..*row }, *shape, *gate);
+        let (row, gate, grid) = (ExpertsRow { out, site, ..*row }, *gate, grid(*shape));
         // Units go from block to block only.
         (self.matmul.held_units, self.matmul.units) = (None, None);
         self.counters.weight_bytes += self.touched(down, to) + shared_down.bytes() as u64;
-        let grid = Grid::new(shape.blocks, shape.threads).shared(shape.shared).cluster(2);
         self.launch(kernel!("arc_matmul_experts_row"), grid, &[Arg::of(&row), Arg::of(&gate)])?;
         self.matmul.sent = sent;
         Ok(true)

@@ -213,6 +213,10 @@ impl Cuda {
         }
         let Some((_, kernel)) = SHAPES.iter().find(|(shape, _)| *shape == common.shape) else { return Ok(false) };
         let Some((places, shared)) = common.shape.places() else { return Ok(false) };
+        let grid = Grid::new(BLOCKS as u32, THREADS).shared(shared).cluster(BLOCKS as u32);
+        if self.resident_clusters(*kernel, grid)? == 0 {
+            return Ok(false);
+        }
         // What is known of the row is of before.
         self.matmul.leave(x.ptr(), common.shape.hidden, 1, false, None);
         let Common { eps, scale, rope, .. } = common;
@@ -236,7 +240,6 @@ impl Cuda {
                 self.counters.weight_bytes += bytes.iter().sum::<usize>() as u64;
             }
             args.n_layers = some.len() as u32;
-            let grid = Grid::new(BLOCKS as u32, THREADS).shared(shared).cluster(BLOCKS as u32);
             let view = self.view();
             self.launch(*kernel, grid, &[Arg::of(&args), Arg::from(&view)])?;
         }
