@@ -13,24 +13,6 @@ __device__ void copy_words(uint32_t* to, const uint32_t* from, uint32_t n) {
     for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) to[i] = from[i];
 }
 
-// Asks for what is read later, by all threads: loads that depend on one another then find it near.
-template <typename T>
-__device__ __forceinline__ void touch(const T* at, uint32_t n) {
-    __shared__ uint32_t nowhere;
-    const uint32_t to = (uint32_t)__cvta_generic_to_shared(&nowhere);
-#pragma unroll 1
-    for (uint32_t i = 32 * threadIdx.x; i < n * sizeof(T); i += 32 * blockDim.x) {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(reinterpret_cast<const char*>(at) + i) : "memory");
-    }
-}
-
-__device__ __forceinline__ void touch_rows(const StepView& v, uint32_t rows) {
-    touch(v.rows, rows);
-    touch(v.infos, rows);
-    touch(v.drawn, rows);
-    touch(v.slots, min(v.n_slots, blockDim.x));
-}
-
 // Payload: slot, entries of the block table, of bias, of the prompt; then the slot itself and these arrays.
 __device__ void admit(const StepView& v, const uint32_t* record) {
     const uint32_t slot = record[0], n_blocks = record[1], n_bias = record[2], n_prompt = record[3];
@@ -98,7 +80,6 @@ extern "C" __global__ void __launch_bounds__(1024) step_begin(StepView v, uint32
     pdl_launch();
     pdl_wait();
     const uint32_t tid = threadIdx.x, n = blockDim.x;
-    touch_rows(v, rows);
     if (tid == 0) {
         begun = v.progress->begun + 1;
         v.progress->begun = begun;
@@ -293,11 +274,6 @@ extern "C" __global__ void __launch_bounds__(1024) step_settle(StepView v) {
 extern "C" __global__ void __launch_bounds__(1024) step_commit(StepView v, uint32_t rows, uint32_t settled) {
     pdl_launch();
     pdl_wait();
-    touch(v.counts, 1);
-    touch(v.heads, min(rows, v.heads_max));
-    touch(v.landed, min(rows, v.heads_max));
-    touch(v.progress, 1);
-    touch_rows(v, rows);
     if (!settled) {
         settle_all(v);
         __syncthreads();
@@ -327,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(1024) step_commit(StepView v, uint3
         v.ring_clocks[entry] = now;
         v.progress->step = step;
     }
-    // What the others wrote is released too.
+    __threadfence_system();
     __syncthreads();
     if (threadIdx.x == 0) asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(v.head), "l"(step) : "memory");
 }
