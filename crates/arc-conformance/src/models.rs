@@ -34,7 +34,6 @@ const N_DRAFTED: u32 = 44;
 pub fn cases(suite: &mut Suite, models: &[PathBuf]) {
     for path in models {
         let name = path.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
-        suite.case(&format!("model/{name}/greedy"), |suite| greedy(suite, path));
         suite.case(&format!("model/{name}/invariance"), |suite| invariance(suite, path));
         suite.case(&format!("model/{name}/flat"), |suite| flat(suite, path));
         suite.case(&format!("model/{name}/replay"), |suite| replay(suite, path));
@@ -43,7 +42,9 @@ pub fn cases(suite: &mut Suite, models: &[PathBuf]) {
         let Ok(file) = ModelFile::open(path) else { continue };
         if let Ok(ModelConfig::DeepseekV4(_)) = ModelConfig::read(&file) {
             suite.case(&format!("model/{name}/devices"), |suite| golden::devices(suite, path));
-            suite.case(&format!("model/{name}/greedy_reference"), |suite| greedy_reference(suite, path));
+            suite.case(&format!("model/{name}/greedy"), |suite| greedy_reference(suite, path));
+        } else {
+            suite.case(&format!("model/{name}/greedy"), |suite| greedy(suite, path));
         }
         if row_faults::can_be_poisoned(&file) {
             suite.case(&format!("model/{name}/row_faults"), |suite| row_faults::rows(suite, path));
