@@ -157,6 +157,49 @@ struct Keys {
     }
 };
 
+// Scores of eight keys of what their dots with heads are, `sum`. weighed(m, half, v): a dot above 0 times its head's weight; the
+// others: see `score_tile`. `plain`: no order of a sum shows.
+template <typename Weighed, typename Put, typename InOrder>
+__device__ __forceinline__ void sum_heads(const float (&sum)[kTiles][2][2], bool plain, bool dry, Weighed weighed, Put put,
+                                          InOrder in_order) {
+    const uint32_t lane = threadIdx.x & 31;
+    float total[2];
+#pragma unroll
+    for (uint32_t e = 0; e < 2; ++e) {
+        float t[kTiles][2];
+#pragma unroll
+        for (uint32_t m = 0; m < kTiles; ++m) {
+#pragma unroll
+            for (uint32_t half = 0; half < 2; ++half) {
+                const float v = sum[m][half][e];
+                t[m][half] = weighed(m, half, v < 0.0f ? 0.0f : v);
+            }
+        }
+        // Heads h + 32, h + 16, h + 8 stand in the lane, h + 4, h + 2, h + 1 in others.
+        const float low = __fadd_rn(__fadd_rn(t[0][0], t[2][0]), __fadd_rn(t[1][0], t[3][0]));
+        const float high = __fadd_rn(__fadd_rn(t[0][1], t[2][1]), __fadd_rn(t[1][1], t[3][1]));
+        float v = __fadd_rn(low, high);
+#pragma unroll
+        for (int half = 16; half >= 4; half >>= 1) v = __fadd_rn(v, __shfl_xor_sync(kFull, v, half));
+        total[e] = v;
+    }
+    const uint32_t slow = __ballot_sync(kFull, !plain && !dry);
+    if (lane < 4 && !dry) {
+#pragma unroll
+        for (uint32_t e = 0; e < 2; ++e) {
+            const uint32_t i = 2 * lane + e;
+            if ((slow >> 4 * i & 1) == 0) put(i, ordinal(total[e]));
+        }
+    }
+    if (slow != 0) {
+        for (uint32_t i = 0; i < 8; ++i) {
+            if ((slow >> 4 * i & 1) == 0) continue;
+            const float score = in_order(i);
+            if (lane == 0) put(i, ordinal(score));
+        }
+    }
+}
+
 // Scores of eight keys. next(): the keys have been looked at; put(i, ordinal): by one lane; in_order(i): score of the i-th by
 // the warp in the CPU's order. `dry`: nothing is put.
 template <typename Next, typename Put, typename InOrder>
@@ -196,41 +239,8 @@ __device__ __forceinline__ void score_tile(const Queries& q, const Keys& keys, c
         }
     }
     next();
-    float total[2];
-#pragma unroll
-    for (uint32_t e = 0; e < 2; ++e) {
-        float t[kTiles][2];
-#pragma unroll
-        for (uint32_t m = 0; m < kTiles; ++m) {
-#pragma unroll
-            for (uint32_t half = 0; half < 2; ++half) {
-                const float v = sum[m][half][e];
-                t[m][half] = __fadd_rn(__fmul_rn(q.weight[m][half], v < 0.0f ? 0.0f : v), 0.0f);
-            }
-        }
-        // Heads h + 32, h + 16, h + 8 stand in the lane, h + 4, h + 2, h + 1 in others.
-        const float low = __fadd_rn(__fadd_rn(t[0][0], t[2][0]), __fadd_rn(t[1][0], t[3][0]));
-        const float high = __fadd_rn(__fadd_rn(t[0][1], t[2][1]), __fadd_rn(t[1][1], t[3][1]));
-        float v = __fadd_rn(low, high);
-#pragma unroll
-        for (int half = 16; half >= 4; half >>= 1) v = __fadd_rn(v, __shfl_xor_sync(kFull, v, half));
-        total[e] = v;
-    }
-    const uint32_t slow = __ballot_sync(kFull, !plain && !dry);
-    if (lane < 4 && !dry) {
-#pragma unroll
-        for (uint32_t e = 0; e < 2; ++e) {
-            const uint32_t i = 2 * lane + e;
-            if ((slow >> 4 * i & 1) == 0) put(i, ordinal(total[e]));
-        }
-    }
-    if (slow != 0) {
-        for (uint32_t i = 0; i < 8; ++i) {
-            if ((slow >> 4 * i & 1) == 0) continue;
-            const float score = in_order(i);
-            if (lane == 0) put(i, ordinal(score));
-        }
-    }
+    const auto weighed = [&](uint32_t m, uint32_t half, float v) { return __fadd_rn(__fmul_rn(q.weight[m][half], v), 0.0f); };
+    sum_heads(sum, plain, dry, weighed, put, in_order);
 }
 
 }  // namespace
@@ -1054,41 +1064,9 @@ __device__ __forceinline__ void score_eight(const ManyFragments& f, const ManyQu
         }
     }
     next();
-    float total[2];
-#pragma unroll
-    for (uint32_t e = 0; e < 2; ++e) {
-        float t[kTiles][2];
-#pragma unroll
-        for (uint32_t m = 0; m < kTiles; ++m) {
-#pragma unroll
-            for (uint32_t half = 0; half < 2; ++half) {
-                const float v = sum[m][half][e];
-                t[m][half] = __fmul_rn(f.weight[m][half], v < 0.0f ? 0.0f : v);
-            }
-        }
-        // As there, but for zeros' signs: a sum of -0 is a score of +0 in the end.
-        const float low = __fadd_rn(__fadd_rn(t[0][0], t[2][0]), __fadd_rn(t[1][0], t[3][0]));
-        const float high = __fadd_rn(__fadd_rn(t[0][1], t[2][1]), __fadd_rn(t[1][1], t[3][1]));
-        float v = __fadd_rn(low, high);
-#pragma unroll
-        for (int half = 16; half >= 4; half >>= 1) v = __fadd_rn(v, __shfl_xor_sync(kFull, v, half));
-        total[e] = v;
-    }
-    const uint32_t slow = __ballot_sync(kFull, !plain && !dry);
-    if (lane < 4 && !dry) {
-#pragma unroll
-        for (uint32_t e = 0; e < 2; ++e) {
-            const uint32_t i = 2 * lane + e;
-            if ((slow >> 4 * i & 1) == 0) put(i, ordinal(total[e]));
-        }
-    }
-    if (slow != 0) {
-        for (uint32_t i = 0; i < 8; ++i) {
-            if ((slow >> 4 * i & 1) == 0) continue;
-            const float score = in_order(i);
-            if (lane == 0) put(i, ordinal(score));
-        }
-    }
+    // But for zeros' signs as there: a sum of -0 is a score of +0 in the end.
+    const auto weighed = [&](uint32_t m, uint32_t half, float v) { return __fmul_rn(f.weight[m][half], v); };
+    sum_heads(sum, plain, dry, weighed, put, in_order);
 }
 
 // Classes of scores by how far they are from the largest, finer where that is little: 64 for every doubling.
