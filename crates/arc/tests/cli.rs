@@ -347,6 +347,14 @@ fn bench_and_eval_measure_through_the_engine() {
     for part in ["prefill", "decode"] {
         assert_eq!(report[part]["tokens_per_s"]["all"].as_array().map(Vec::len), Some(1), "{part}");
     }
+    let wrong: [(&[&str], i32, &str); 3] = [
+        (&["--together", "--batch", "2"], 1, "one sequence"),
+        (&["--mixed", "--depth", "9"], 2, "cannot be used with"),
+        (&["--tg", "4294967295"], 2, "is not in"),
+    ];
+    for (args, code, what) in wrong {
+        refused(arc().arg("bench").arg(&path).args(args), b"", code, what, HEADER);
+    }
 
     let dir = tempfile::tempdir().expect("a temporary folder");
     let text = dir.path().join("text.txt");

@@ -26,24 +26,27 @@ use serde_json::{Value, json};
 use super::{EngineFlags, open_model};
 use mixed::Mixed;
 
+/// Longest prompt, output or depth: more than any model's context, and sums of them are numbers still.
+const MOST_TOKENS: i64 = 1 << 24;
+
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Name or path of the model
     model: String,
     /// Prompt tokens of the prefill measurement; 0 leaves it out
-    #[arg(long, value_name = "N", default_value_t = 512)]
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(..=MOST_TOKENS))]
     pp: u32,
     /// Tokens generated in the decode measurement; 0 leaves it out
-    #[arg(long, value_name = "N", default_value_t = 128)]
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(..=MOST_TOKENS))]
     tg: u32,
     /// Sequences side by side
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
     batch: u32,
     /// Position at which sequences begin, behind a prompt that nobody ran; DeepSeek-V4's rows before it are random. Takes
     /// a context as long
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=MOST_TOKENS))]
     depth: u32,
-    /// Decode behind the prompt that was just run, in the same sequences: a depth that is a real context
+    /// Decode behind the prompt that was just run, in the same sequence: a depth that is a real context
     #[arg(long, conflicts_with = "mixed")]
     together: bool,
     /// Measured repetitions
@@ -53,7 +56,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=1000))]
     warm_up: u32,
     /// Measure instead how the sequences feel a prompt that arrives while they decode, and what it waits
-    #[arg(long)]
+    #[arg(long, conflicts_with = "depth")]
     mixed: bool,
     /// Print one JSON object
     #[arg(long)]
@@ -105,6 +108,10 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     }
     if args.together && (args.pp == 0 || args.tg == 0) {
         bail!("--together needs both --pp and --tg");
+    }
+    // Prompts of several would enter one behind the other, while the first ones decode.
+    if args.together && args.batch > 1 {
+        bail!("--together measures one sequence: leave --batch out");
     }
     let model = open_model(&args.model, config)?;
     // Room for every sequence at once, whatever the defaults for sharing are.
@@ -247,7 +254,7 @@ impl Pass {
         f64::from(args.pp * args.batch) / (self.begun() - self.start).as_secs_f64()
     }
 
-    /// Output tokens a second, from when every sequence has its first token to when the first one ends.
+    /// Output tokens a second, from when every sequence has its first token to the last token.
     fn decode(&self, engine: &EngineHandle, args: &Args) -> Decode {
         let begin = self.begun();
         let end = self.ends.iter().map(|seq| seq.last).max().unwrap_or(begin);
