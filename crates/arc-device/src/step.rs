@@ -173,7 +173,8 @@ impl std::fmt::Display for StepKey {
     }
 }
 
-/// Context classes. Kernels read true lengths; a class only drops launches and sizes grids.
+/// Context classes. Kernels read true lengths; a class drops launches, sizes grids and says which kernels there is room for: a
+/// position beyond it is a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum CtxClass {
     /// Up to 2,048 tokens.

@@ -127,6 +127,7 @@ impl MadeUp {
         }
         let rest = n - made_up.rows.len();
         let room = limits.context.min((limits.blocks - made_up.admit.len()) * BLOCK_TOKENS);
+        let room = room.min(key.ctx.limit() as usize);
         let far = match key.ctx {
             CtxClass::Short => 0,
             CtxClass::Medium => CtxClass::Short.limit() as usize,
@@ -179,5 +180,28 @@ fn admission(slot: usize, blocks: Vec<u32>, pos: u32, drafts: usize) -> SlotInit
         // A sequence with logprobs is not drafted for.
         logprobs: (drafts == 0).then_some(4),
         prompt_top: 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Some kernels take no position beyond their key's class: neither both steps nor the row that reads may have one.
+    #[test]
+    fn positions_are_of_the_class() {
+        let limits = Limits { slots: 16, rows: 2048, heads: 32, context: 200_000, blocks: 16 * 6250, ring: 32 };
+        for ctx in [CtxClass::Short, CtxClass::Medium, CtxClass::Long] {
+            for rows in [1, 16, 1023, 1024, 1536, 2048] {
+                let made_up = MadeUp::new(StepKey::new(rows, rows.min(16), ctx, Part::Whole), &limits, 1000);
+                let first = made_up.admit.last().expect("slot 0").pos;
+                let own =
+                    made_up.rows.iter().filter(|row| row.slot == 0 && row.flags & row_flags::PADDING == 0).count();
+                let read = first as usize + STEPS * own;
+                assert!(own > 0 && read < ctx.limit() as usize, "{rows} rows, {ctx:?}: {read}");
+                let far = CtxClass::of(first + 1) == ctx;
+                assert!(far || ctx != CtxClass::Long, "{rows} rows, {ctx:?}: begins at {first}");
+            }
+        }
     }
 }
