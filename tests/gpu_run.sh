@@ -25,8 +25,7 @@ models=()
 for model in models/*.gguf models/*/native; do [ -e "$model" ] && models+=(--model "$model"); done
 conformance conformance "${models[@]}" "$@"
 # The widths of DeepSeek-V4-Flash, a layer of each kind: both devices run the whole of it.
-slice=synthetic:deepseek-v4-slice,experts=16,vocab=8192
-conformance slice --model $slice $slice/devices $slice/greedy
+[ $# -gt 0 ] || conformance slice --model synthetic:deepseek-v4-slice,experts=16,vocab=8192 devices greedy
 
 bin/arc-conformance --require-gpu --perf "$@" >results/perf.txt 2>&1 || fail=1
 row "times of kernels" "$(tail -1 results/perf.txt)"
@@ -87,7 +86,7 @@ if [ "$(nvidia-smi --query-gpu=memory.free --format=csv,noheader,nounits | head 
             --reps 2
     done
     flash entering --mixed --batch 8 --context 34000 --pp 32000 --tg 1600 --reps 1 --warm-up 0
-    # A context of 128 k that was read, token by token.
+    # A context of 128 k that was read.
     flash read-128k --context 130000 --pp 128000 --tg 64 --reps 1 --warm-up 0 --together
     # The device's memory while 2,600 tokens come.
     while sleep 0.5; do nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits; done >results/memory.txt &

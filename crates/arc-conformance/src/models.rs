@@ -226,7 +226,8 @@ fn greedy(suite: &Suite, path: &Path) -> Verdict {
     })
 }
 
-/// A prompt of 400 tokens and 64 behind it, in float32: there, random weights are no more chaotic than others.
+/// A prompt of 400 tokens and 64 behind it, in float32: there, random weights are no more chaotic than others, and logprobs of
+/// both devices as close as the fixture's README asks.
 fn greedy_reference(suite: &Suite, path: &Path) -> Verdict {
     both(suite, path, limits(1, 256), Numerics::Reference, |vocab| vec![(prompt(&mut Rng(19), 400, vocab), 64)])
 }
@@ -239,6 +240,8 @@ fn both(
     numerics: Numerics,
     prompts: impl FnOnce(u32) -> Vec<(Vec<u32>, u32)>,
 ) -> Verdict {
+    // Codes of activations that round the other way move logits; floats do not.
+    let (near, most) = if numerics == Numerics::Reference { (1e-3, 1e-4) } else { (NEAR_TIE, f32::INFINITY) };
     let rig = |on| Rig::with(on, path, limits, Switches::default(), Drafts::Off, numerics);
     let (cpu, gpu) = (rig(On::Cpu)?, rig(On::Gpu { ordinal: suite.ordinal(), capture: true })?);
     let greedy = SamplerConfig { temperature: 0.0, ..SamplerConfig::default() };
@@ -258,7 +261,7 @@ fn both(
         };
         let gaps = (gap(a, b.id), gap(b, a.id));
         let text = format!("prompt {i} step {step}: {} / {} gaps {:.4} / {:.4}", a.id, b.id, gaps.0, gaps.1);
-        if !(gaps.0 <= NEAR_TIE && gaps.1 <= NEAR_TIE) {
+        if !(gaps.0 <= near && gaps.1 <= near) {
             return Err(text);
         }
         ties.push(text);
@@ -267,7 +270,9 @@ fn both(
         .flat_map(|(want, got)| want.iter().zip(got).take_while(|(a, b)| a.id == b.id))
         .map(|(a, b)| (a.logprob.unwrap_or(0.0) - b.logprob.unwrap_or(0.0)).abs())
         .fold(0.0, f32::max);
-    Ok(format!("{equal} of {} equal, largest logprob difference {largest:.2e}, near-ties: {ties:?}", want.len()))
+    let text =
+        format!("{equal} of {} equal, largest logprob difference {largest:.2e}, near-ties: {ties:?}", want.len());
+    if largest <= most { Ok(text) } else { Err(text) }
 }
 
 /// A sampled request gives the same tokens and the same bits of logprobs in every company, chunking and mode.
