@@ -6,8 +6,8 @@
 //! ([`StepView`]), so a replayed step computes what the eager one does.
 //!
 //! [`Cuda::launch`] is the only place that launches. Every kernel may start while the one before it still runs, and
-//! waits for it in `pdl_wait` (pdl.cuh). What some take earlier has the number of its launch beside it (`send_pair`), or is of kernels
-//! that have ended for certain (latent.cu, "What runs ahead").
+//! waits for it in `pdl_wait` (pdl.cuh). What some take earlier has the number of its launch beside it (`send_pair`), or is
+//! of kernels that have ended for certain (latent.cu, "What runs ahead").
 
 mod driver;
 pub mod images;

@@ -1,6 +1,7 @@
 //! Where a step's time goes: every kernel leaves the time at which it may begin (`trace_begin` of pdl.cuh), which is when
 //! the one before it has ended. So the differences are what each kernel adds to the step, overlap and gaps included, and
-//! their sum is the step.
+//! their sum is the step. A kernel that takes what the one before sends waits for its end when it ends itself: what it does by
+//! then is counted to that one.
 //!
 //! Kernels that have `Marks` leave times inside their blocks too.
 //!

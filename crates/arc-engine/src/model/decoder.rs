@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! x = embed(token) * embed_scale
-//! for each layer:                        layers, which are
+//! for each layer:                        layers, of these stages:
 //!     q, k, v = W_qkv norm(x) + b        norm_matmul
 //!     rope, append                       qkv_rope_append
 //!     a = attention(q, cache)            attention

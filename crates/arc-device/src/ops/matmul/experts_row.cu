@@ -1,7 +1,7 @@
 // The gate and the experts of one row in one launch, the shared one too: choice, gated units, and their sum.
 //
-// A block makes a unit of every two of the chosen experts, one after the other, and half of one of the shared expert; then it
-// sums 32 outputs of all of them. Units go to all blocks as they are made, so that most are there when a block has made its
+// A block makes a unit of every two of the chosen experts, one after the other, and most make half of one of the shared expert;
+// then it sums 32 outputs of all of them. Units go to all blocks as they are made, so that most are there when a block has made its
 // last, and what they are multiplied with covers the way of the last ones. Weights come in chunks, one stream through one
 // ring: of the shared expert's first matrix while the gate chooses, since they depend on nothing; of the chosen experts'
 // first; then of all second matrices. Blocks may wait for one another, since all are resident: there is one a multiprocessor

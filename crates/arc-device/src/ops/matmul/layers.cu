@@ -12,8 +12,8 @@
 //   units      norm and int8 by every block; gate and up; the unit and its int8 by the block that has them
 //   down       W_down of the units' int8, added to the residual
 //
-// Where a layer's stages send to is free: who sends there has what its receivers sent when they were done with it; so every block
-// sends something of the residual and of the units. A block is done when it has what the others sent last: nobody sends to one that
+// A place that blocks send to may be written over: who sends there has what its receivers sent when they were done with it. So
+// every block sends something of the residual and of the units. A block is done when it has what the others sent last: nobody sends to one that
 // has ended. Barriers are waited for as those of a block's own: an acquire of the cluster's would drop all of L1, and what is sent
 // comes with the barrier's count.
 //
@@ -85,6 +85,7 @@ constexpr uint32_t kMarkAt = kTablesAt + sizeof(Tables);
 // What a warp multiplies: a word each, by product, turn and warp.
 constexpr uint32_t kItemsAt = 640, kTurns = 2;
 static_assert(kMarkAt + 4 <= kItemsAt);
+static_assert(kItemsAt + 4 * kProducts * kTurns * kWarps == 1152, "HEAD_BYTES of layers.rs");
 
 __device__ __forceinline__ uint32_t cluster_rank() {
     uint32_t rank;

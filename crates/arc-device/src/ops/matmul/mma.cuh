@@ -7,6 +7,7 @@
 // of each of four outputs, decoded in registers.
 //
 //   mma_*_32, mma_*_64    a block is W warps along the outputs and one or two along the rows; slices one after the other
+//   mma_*_64_alone        the same with more slices on their way, where a multiprocessor has one block
 //   mma_*_split_16, _32   a block is 32 outputs by so many rows, its warps take slices in turn: where the others would be
 //                         too few
 //

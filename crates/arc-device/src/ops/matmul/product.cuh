@@ -1,26 +1,10 @@
-// What products over few and over many rows share: which experts are due, and what becomes of an output.
+// What products over few and over many rows share: what becomes of an output.
 #pragma once
 
 #include "../../math.cuh"
 #include "layout.cuh"
 
 namespace arc {
-
-// The a-th expert that has assignments; with a = 0xffffffff, how many have. By a warp.
-__device__ __forceinline__ uint32_t active_expert(const uint32_t* bounds, uint32_t experts, uint32_t a) {
-    const uint32_t lane = threadIdx.x & 31;
-    uint32_t before = 0;
-    for (uint32_t first = 0; first < experts; first += 32) {
-        const uint32_t e = first + lane;
-        const bool has = e < experts && bounds[e] < bounds[e + 1];
-        const uint32_t mask = __ballot_sync(~0u, has);
-        const uint32_t mine = before + __popc(mask & ((1u << lane) - 1));
-        const uint32_t hit = __ballot_sync(~0u, has && mine == a);
-        if (hit != 0) return first + __ffs(hit) - 1;
-        before += __popc(mask);
-    }
-    return before;
-}
 
 // What a gate and an up value make: ops/glu.rs, ops/moe.rs.
 __device__ __forceinline__ float gated(uint32_t epilogue, float gate, float up, float limit) {

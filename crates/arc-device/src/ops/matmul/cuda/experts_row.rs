@@ -134,7 +134,7 @@ fn grid(shape: Shape) -> Grid {
 /// Cuts a row of `chosen` experts into blocks. `None` where the kernel cannot, or a block does not have the room.
 fn plan(up: &Cut, down: &Cut, chosen: u32, multiprocessors: u32) -> Option<Plan> {
     let (hidden, ffn) = (up.cols, down.cols);
-    // Every block has as many units as the next, and a half of one of the shared expert's.
+    // Every block has as many units as the next, and a half of one of the shared expert's, or a helper has it.
     let (blocks, outs, each) = (2 * ffn / UNIT, hidden / UNIT, chosen / 2);
     let whole = [up, down].iter().all(|cut| cut.log_c == 2 && cut.group_rows() as u32 == GROUP);
     let shared_out = chosen.is_multiple_of(2) && (1..=MOST_CHOSEN).contains(&chosen);
