@@ -6,6 +6,7 @@
 // Any other dim:       arc_hc_site_any, arc_hc_head_any: a block a row. The plain version, and the first rung.
 #include <cstdint>
 
+#include "../../cluster.cuh"
 #include "../../pdl.cuh"
 #include "../matmul/quantise.cuh"
 #include "hc.cuh"
@@ -68,16 +69,6 @@ constexpr int kThreads = 32 * (kMixWarps + 1);
 // Nanoseconds between two looks.
 constexpr unsigned kPause = 64;
 
-__device__ __forceinline__ unsigned cluster_rank() {
-    unsigned rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ unsigned shared_at(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-
 // A barrier that completes once, when `bytes` have come in. One thread.
 __device__ __forceinline__ void expect(uint64_t* bar, unsigned bytes) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_at(bar)) : "memory");
@@ -100,9 +91,7 @@ __device__ __forceinline__ void await(uint64_t* bar) {
 
 // Sends a value to the same variable of another block of the cluster, whose barrier counts its bytes.
 __device__ __forceinline__ void send(float* local, uint64_t* bar, unsigned rank, float value) {
-    unsigned to, to_bar;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_at(local)), "r"(rank));
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to_bar) : "r"(shared_at(bar)), "r"(rank));
+    const uint32_t to = in_block(local, rank), to_bar = in_block(bar, rank);
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
                  "r"(__float_as_uint(value)), "r"(to_bar)
                  : "memory");

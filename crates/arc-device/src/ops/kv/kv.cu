@@ -9,6 +9,7 @@
 //                 them through all keys, 128 at a time, and needs no other warp for its softmax.
 //
 // Both do the operations of cpu.rs in its order, so they give the same bits, whichever of them takes a row.
+#include "cluster.cuh"
 #include "ops/kv/kv.cuh"
 #include "pdl.cuh"
 
@@ -111,15 +112,10 @@ __device__ void zero_row(float* out, const AttentionShape& shape, uint32_t row) 
     }
 }
 
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
 // A value in the shared memory of another block of the cluster, at the place that `own` has in this one's.
 __device__ __forceinline__ float remote(const float* own, uint32_t block) {
-    uint32_t at = (uint32_t)__cvta_generic_to_shared(own);
     float x;
-    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(block));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(in_block(own, block)) : "memory");
     return x;
 }
 

@@ -14,6 +14,7 @@
 // cache. Of one row, latent_rows leaves the list as tiles of BF16 if all of it is read, once for all heads; and the products
 // before may be in that launch too (follow.cu): latent_rows starts with it then, and takes their outputs as they are sent, and
 // so does the attention with its queries.
+#include "cluster.cuh"
 #include "ops/latent/latent.cuh"
 #include "ops/matmul/quantise.cuh"
 #include "pdl.cuh"
@@ -33,7 +34,6 @@ constexpr uint32_t kTable = 256;
 // Distances between heads of partial scores (f32) and of weights (BF16).
 constexpr uint32_t kScoreStride = 88, kWeightStride = 88;
 
-__device__ __forceinline__ uint32_t shared_at(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ void load_tiles(uint32_t (&r)[4], uint32_t at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -85,9 +85,6 @@ __device__ __forceinline__ void bring_lines(uint32_t to, const uint8_t* from, ui
                  : "memory");
 }
 
-__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
 // A barrier that waits for one thread, which tells how many bytes are to come from the cluster, and for these.
 __device__ __forceinline__ void parcel_init(uint64_t* bar) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(shared_at(bar)) : "memory");
@@ -108,12 +105,6 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
 }
 
 __device__ __forceinline__ void copies_landed() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// An address of this block's shared memory as that of the same place in another block of the cluster.
-__device__ __forceinline__ uint32_t in_block(uint32_t at, uint32_t block) {
-    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(block));
-    return at;
-}
 
 // Two values to another block, whose `bar` counts them.
 __device__ __forceinline__ void send2(uint32_t to, uint32_t bar, float x, float y) {

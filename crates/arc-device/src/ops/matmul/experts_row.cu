@@ -49,8 +49,6 @@ __device__ __forceinline__ int dp2a_high(uint32_t sums, uint32_t bytes) {
     return out;
 }
 
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // What comes together, one after the other; `Chunk` of experts_row.rs.
 struct Chunk {
@@ -346,9 +344,7 @@ struct OneRow {
 
     // A lane's value to the first block of the cluster.
     __device__ __forceinline__ void send_half(uint32_t k, float v) const {
-        uint32_t to, bar;
-        asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(to) : "r"(shared_at(known().half[k] + lane)));
-        asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(bar) : "r"(shared_at(halved(k))));
+        const uint32_t to = in_block(known().half[k] + lane, 0), bar = in_block(halved(k), 0);
         asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(__float_as_uint(v)), "r"(bar)
                      : "memory");
     }
@@ -438,9 +434,9 @@ struct OneRow {
         if (warp == kBringer) {
             init_barriers();
             asm volatile("bar.arrive 2, %0;" ::"n"(kAllThreads) : "memory");
-            cluster_arrive();
+            cluster_arrive_relaxed();
         } else {
-            cluster_arrive();
+            cluster_arrive_relaxed();
             copy_patterns(at<uint32_t>(p.table_at), kThreads);
         }
         if (p.site == 0) pdl_launch();

@@ -87,19 +87,6 @@ constexpr uint32_t kItemsAt = 640, kTurns = 2;
 static_assert(kMarkAt + 4 <= kItemsAt);
 static_assert(kItemsAt + 4 * kProducts * kTurns * kWarps == 1152, "HEAD_BYTES of layers.rs");
 
-__device__ __forceinline__ uint32_t cluster_rank() {
-    uint32_t rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// A place of this block in another one.
-__device__ __forceinline__ uint32_t there(const void* here, uint32_t rank) {
-    uint32_t at;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_at(here)), "r"(rank));
-    return at;
-}
 __device__ __forceinline__ void send(uint32_t to, uint32_t bar, uint32_t a) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(a), "r"(bar)
                  : "memory");
@@ -321,11 +308,11 @@ struct Decoder {
         const uint8_t* codes = smem + to + block / 8 * 272 + block % 8 * 32 + 4 * (lane & 7);
 #pragma unroll
         for (uint32_t i = 0; i < kBlocks; i += 4 / N) {
-            send(there(codes, first + i), there(bar(landing), first + i), made[0].q);
+            send(in_block(codes, first + i), in_block(bar(landing), first + i), made[0].q);
         }
         const uint32_t other = (first * 8 + (lane & 7)) % kBlocks;
         if (N == 2 || lane < kBlocks) {
-            send(there(scales(to, cut) + block, other), there(bar(landing), other), made[0].d, (float)dp2a(made[0].sums, 0x0101u, 0));
+            send(in_block(scales(to, cut) + block, other), in_block(bar(landing), other), made[0].d, (float)dp2a(made[0].sums, 0x0101u, 0));
         }
     }
 
@@ -403,7 +390,7 @@ struct Decoder {
 #pragma unroll
         for (uint32_t i = 0; i < kBlocks; i += 4) {
             const uint32_t other = i + lane / 8;
-            send(there(floats(to) + k, other), there(bar(landing), other), sum);
+            send(in_block(floats(to) + k, other), in_block(bar(landing), other), sum);
         }
     }
 
@@ -428,7 +415,7 @@ struct Decoder {
 #pragma unroll 1
         for (uint32_t r = 0; r < receivers; ++r) {
             const uint32_t other = kv_head + r * KV_HEADS;
-            const uint32_t to = there(floats(p.qkv_at) + place * kHeadDim, other), landing = there(bar(kSentHeads), other);
+            const uint32_t to = in_block(floats(p.qkv_at) + place * kHeadDim, other), landing = in_block(bar(kSentHeads), other);
             if (p.adjacent) {
                 send(to + 4 * i, landing, a, b);
             } else {
@@ -437,15 +424,15 @@ struct Decoder {
         }
         if (head < keys) return;
         const size_t tile = ((size_t)block * KV_HEADS + kv_head) * kHeadDim * kBlockTokens;
-        const uint32_t in_block = info.pos % kBlockTokens;
+        const uint32_t place_in_block = info.pos % kBlockTokens;
         uint16_t* to = reinterpret_cast<uint16_t*>(head < values ? layer.k : layer.v) + tile;
-        const uint32_t step = head < values ? kBlockTokens : 1, at = head < values ? in_block : in_block * kHeadDim;
+        const uint32_t step = head < values ? kBlockTokens : 1, at = head < values ? place_in_block : place_in_block * kHeadDim;
         to[i * step + at] = stored[0], to[j * step + at] = stored[1];
     }
 
     // Attention of a split to the heads that share a key head. `parity`, `sent`: of the waits for keys and for queries.
     __device__ __forceinline__ void attend(uint32_t pos, uint32_t split, uint32_t splits, uint32_t parity, uint32_t sent) const {
-        const uint32_t kv_head = rank % KV_HEADS, last = pos / kBlockTokens, in_block = pos % kBlockTokens;
+        const uint32_t kv_head = rank % KV_HEADS, last = pos / kBlockTokens, place_in_block = pos % kBlockTokens;
         const uint32_t tiles = min(last + 1 - split * kSplitTiles, kSplitTiles);
         const float* q = floats(p.qkv_at);
         const float* fresh = q + GROUP * kHeadDim;  // the row's key and value, as they are stored
@@ -467,7 +454,7 @@ struct Decoder {
         barrier_wait(bar(kSentHeads), sent);
         float s[GROUP];
         if (has) {
-            const bool mine = owns_last && lane == in_block;
+            const bool mine = owns_last && lane == place_in_block;
 #pragma unroll
             for (uint32_t i = 0; i < GROUP; ++i) s[i] = 0.0f;
 #pragma unroll
@@ -497,7 +484,7 @@ struct Decoder {
                 for (uint32_t i = 0; i < GROUP; ++i) t.top[i][warp] = top[i];
             }
         } else if (warp >= kSplitTiles && owns_last) {
-            uint16_t* values = v_tiles + (warp - kSplitTiles) * kHeadDim * kBlockTokens + in_block * kHeadDim;
+            uint16_t* values = v_tiles + (warp - kSplitTiles) * kHeadDim * kBlockTokens + place_in_block * kHeadDim;
             for (uint32_t d = lane; d < kHeadDim; d += 32) values[d] = f16_bits(fresh[kHeadDim + d]);
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         }
@@ -577,8 +564,8 @@ struct Decoder {
             send_fours<2>(four, p.heads_at, kHeadsCut, chunk, kSentOut);
             return;
         }
-        const uint32_t mine = chunk + lane / 16, other = mine % kBlocks, landing = there(bar(kSentParts), other);
-        const uint32_t to = there(floats(p.parts_at) + (mine / kBlocks * kMostSplits + split) * kPart, other);
+        const uint32_t mine = chunk + lane / 16, other = mine % kBlocks, landing = in_block(bar(kSentParts), other);
+        const uint32_t to = in_block(floats(p.parts_at) + (mine / kBlocks * kMostSplits + split) * kPart, other);
         send(to + 8 * (lane & 15), landing, o[0], o[1]);
         if (lane % 16 == 0) send(to + 4 * 32, landing, m, l);
     }
@@ -620,7 +607,7 @@ struct Decoder {
         if (threadIdx.x == 0) prepare();
         pdl_launch();
         __syncthreads();
-        cluster_arrive();
+        cluster_arrive_relaxed();
         const bool asks = threadIdx.x == 32 * kAsks;
         if (asks) {
 #pragma unroll 1

@@ -2,6 +2,7 @@
 // slices.
 #pragma once
 
+#include "../../cluster.cuh"
 #include "../../pdl.cuh"
 #include "dot.cuh"
 #include "iq2.cuh"
@@ -9,8 +10,6 @@
 #include "quantise.cuh"
 
 namespace arc {
-
-__device__ __forceinline__ uint32_t shared_at(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ void barrier_init(uint64_t* bar) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_at(bar)) : "memory");

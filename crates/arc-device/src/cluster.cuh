@@ -1,0 +1,29 @@
+// Blocks of a cluster and each other's shared memory.
+#pragma once
+
+#include <cstdint>
+
+namespace arc {
+
+// An address in shared memory as instructions take it.
+__device__ __forceinline__ uint32_t shared_at(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// The two halves of a barrier of all threads of the cluster. Relaxed: for those who have written nothing that others read.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// An address of this block's shared memory as that of the same place in another block of the cluster.
+__device__ __forceinline__ uint32_t in_block(uint32_t at, uint32_t block) {
+    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(block));
+    return at;
+}
+__device__ __forceinline__ uint32_t in_block(const void* at, uint32_t block) { return in_block(shared_at(at), block); }
+
+}  // namespace arc
