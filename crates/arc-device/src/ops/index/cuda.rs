@@ -119,7 +119,7 @@ impl Choice {
     }
 }
 
-/// `Sent` of index.cu.
+/// `Sent` of choose.cuh.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct Sent {
@@ -135,7 +135,7 @@ struct Sent {
 }
 const _: () = assert!(size_of::<Sent>() == 64);
 
-/// `Lists` of index.cu.
+/// `Lists` of choose_many.cu.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct Lists {

@@ -1,0 +1,615 @@
+// index_choose_many  what index_choose (choose.cu) does, among more keys than one block picks from. Blocks keep their scores. Each
+//                    tells the others the best of every part of its keys, and all find a score that enough of these reach: nothing
+//                    below it is chosen. Only what reaches it goes to the block that picks, in lists. Exact.
+#include "choose.cuh"
+
+namespace arc {
+
+using namespace indexer;
+
+namespace {
+
+// Scores that a thread of the block that picks has, and what it chooses among at a time; rows that may be chosen.
+constexpr uint32_t kEach = 8, kPlaces = kThreads * kEach, kMostTop = 1024;
+// Blocks that score, and scores that such a block keeps, at most.
+constexpr uint32_t kMostScorers = kThreads / 2, kMostKept = 2072;
+// What a block tells all others: two for each warp. Entries of its list that are there in any case.
+constexpr uint32_t kBests = 2 * kWarps, kLook = 2 * kEach;
+// Eight keys stand one behind the other. So many eights of a warp are on their way behind the one that it has taken.
+constexpr uint32_t kTileBytes = 8 * kIndexRowBytes, kOnTheWay = 2;
+static_assert(kTileBytes % 16 == 0 && kMostScorers * kBests == kPlaces);
+// Beside the length of a list: one of the block's scores was NaN.
+constexpr uint32_t kFaulty = 1u << 31;
+// Nanoseconds between two looks.
+constexpr uint32_t kPause = 64;
+
+// What index_choose_many sends beside `Sent`; `Lists` of index/cuda.rs.
+struct Lists {
+    uint64_t* bests;  // [scorers, kBests]: scores, with the number of the choice
+    uint64_t at;      // [scorers, stride]: score, row, length of the list and whether a score was NaN, and the number
+    uint32_t stride, pad;
+};
+static_assert(sizeof(Lists) == 24);
+
+using Sums = uint2[2][kWarps];
+
+// Scales of a vector that span so little that its codes, doubled and each times its block's power of two above the least, are int8.
+constexpr uint32_t kNarrow = 3;
+static_assert((12 << kNarrow) < 128 && kDim * (12 << kNarrow) * (12 << kNarrow) < 1 << 22);
+
+// Bytes times a power of two which they have room for.
+__device__ __forceinline__ uint32_t times_power(uint32_t bytes, uint32_t power) {
+    return bytes << power & __byte_perm(0xf8fcfeffu, 0, 0x1111 * power);
+}
+
+__device__ __forceinline__ void mma_s8_on(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// A row's queries in shared memory. Codes: 16 bytes of a head stand eight heads apart, so that eight rows meet no bank twice.
+// Scales are those of blocks, or of a narrow head, whose codes have their powers of two already, its least.
+struct ManyQueries {
+    float weights[kHeads], scale[kHeads];
+    uint32_t bytes[kHeads];
+    uint32_t span, least, highest;
+
+    // One block of a head, by a thread.
+    __device__ __forceinline__ void store(uint8_t* codes, uint32_t h, uint32_t b, const uint32_t (&raw)[4], const Scales& s) {
+        const bool narrow = s.most - s.least <= kNarrow;
+        const uint32_t power = narrow ? (s.bytes >> 8 * b & 0xff) - s.least : 0;
+        uint4 low, high;
+        low.x = times_power(doubled(raw[0] & 0x0f0f0f0fu), power), high.x = times_power(doubled(raw[0] >> 4 & 0x0f0f0f0fu), power);
+        low.y = times_power(doubled(raw[1] & 0x0f0f0f0fu), power), high.y = times_power(doubled(raw[1] >> 4 & 0x0f0f0f0fu), power);
+        low.z = times_power(doubled(raw[2] & 0x0f0f0f0fu), power), high.z = times_power(doubled(raw[2] >> 4 & 0x0f0f0f0fu), power);
+        low.w = times_power(doubled(raw[3] & 0x0f0f0f0fu), power), high.w = times_power(doubled(raw[3] >> 4 & 0x0f0f0f0fu), power);
+        uint4* head = reinterpret_cast<uint4*>(codes + h * kDim);
+        head[(2 * b) ^ (h & 7)] = low, head[(2 * b + 1) ^ (h & 7)] = high;
+        if (b == 0) bytes[h] = narrow ? s.least * 0x01010101u : s.bytes, scale[h] = half_scale(s.least, 0);
+    }
+};
+
+// The same as a warp multiplies them: of every tile of 16, heads lane / 4 and lane / 4 + 8.
+struct ManyFragments {
+    uint32_t x[kTiles][kBlocks][4];
+    float weight[kTiles][2];
+
+    __device__ __forceinline__ void load(const uint8_t* codes, const ManyQueries& q) {
+        const uint32_t lane = threadIdx.x & 31;
+#pragma unroll
+        for (uint32_t m = 0; m < kTiles; ++m) {
+            const uint32_t h = 16 * m + (lane & 15);
+#pragma unroll
+            for (uint32_t b = 0; b < kBlocks; ++b) {
+                const uint32_t at = (uint32_t)__cvta_generic_to_shared(codes + h * kDim + 16 * ((2 * b + (lane >> 4)) ^ (h & 7)));
+                asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                             : "=r"(x[m][b][0]), "=r"(x[m][b][1]), "=r"(x[m][b][2]), "=r"(x[m][b][3])
+                             : "r"(at)
+                             : "memory");
+            }
+#pragma unroll
+            for (uint32_t half = 0; half < 2; ++half) {
+                weight[m][half] = q.weights[16 * m + 8 * half + (lane >> 2)];
+            }
+        }
+    }
+};
+
+// Scores of eight keys, as `score_tile`. Where scales of all heads and of all eight keys are narrow, the product takes them along.
+template <typename Next, typename Put, typename InOrder>
+__device__ __forceinline__ void score_eight(const ManyFragments& f, const ManyQueries& q, const Keys& keys, bool dry, Next next, Put put,
+                                            InOrder in_order) {
+    const uint32_t lane = threadIdx.x & 31;
+    uint32_t used = 0;
+#pragma unroll
+    for (uint32_t b = 0; b < kBlocks; ++b) used |= (keys.raw[b] & 0x77777777u) != 0 ? 1u << b : 0;
+    used |= __shfl_xor_sync(kFull, used, 1), used |= __shfl_xor_sync(kFull, used, 2);
+    const Scales s = scales_of(keys.bytes, ~used & 15);
+    const bool plain = q.span + s.most - s.least <= kMostSpan && q.least + s.least >= 254 - 110 && q.highest + s.most <= 254 + 100 &&
+                       s.most != kPoison && q.highest != kPoison;
+    float sum[kTiles][2][2];
+    // Of heads lane / 4 and lane / 4 + 8 of a tile with keys 2 (lane % 4) and the next.
+    if (__all_sync(kFull, q.span <= kNarrow && s.most - s.least <= kNarrow)) {
+        int c[kTiles][4];
+#pragma unroll
+        for (uint32_t b = 0; b < kBlocks; ++b) {
+            const uint32_t power = (s.bytes >> 8 * b & 0xff) - s.least;
+            const uint32_t b0 = times_power(doubled(keys.raw[b] & 0x0f0f0f0fu), power);
+            const uint32_t b1 = times_power(doubled(keys.raw[b] >> 4 & 0x0f0f0f0fu), power);
+#pragma unroll
+            for (uint32_t m = 0; m < kTiles; ++m) {
+                if (b == 0) {
+                    mma_s8(c[m], f.x[m][b], b0, b1);
+                } else {
+                    mma_s8_on(c[m], f.x[m][b], b0, b1);
+                }
+            }
+        }
+        const float own = half_scale(s.least, 0);
+        const float scale[2] = {__shfl_sync(kFull, own, 8 * (lane & 3)), __shfl_sync(kFull, own, 8 * (lane & 3) + 4)};
+#pragma unroll
+        for (uint32_t m = 0; m < kTiles; ++m) {
+#pragma unroll
+            for (uint32_t i = 0; i < 4; ++i) {
+                const float dot = __fsub_rn(__int_as_float(c[m][i]), kMagic);
+                sum[m][i / 2][i % 2] = __fmul_rn(__fmul_rn(dot, q.scale[16 * m + 8 * (i / 2) + (lane >> 2)]), scale[i % 2]);
+            }
+        }
+    } else {
+        dots_by_block(sum, f.x, keys, s.bytes,
+                      [&](uint32_t m, uint32_t half, uint32_t b) { return half_scale(q.bytes[16 * m + 8 * half + (lane >> 2)], b); });
+    }
+    next();
+    // But for zeros' signs as there: a sum of -0 is a score of +0 in the end.
+    const auto weighed = [&](uint32_t m, uint32_t half, float v) { return __fmul_rn(f.weight[m][half], v); };
+    sum_heads(sum, plain, dry, weighed, put, in_order);
+}
+
+// Classes of scores by how far they are from the largest, finer where that is little: 64 for every doubling.
+constexpr uint32_t kClasses = kThreads * kEach, kRivals = 32;
+
+struct Classes {
+    uint32_t count[kClasses];  // zero before and behind
+    uint32_t most[kWarps], sums[kWarps], found, rest, rivals, rival[kRivals];
+};
+
+__device__ __forceinline__ uint32_t class_of(uint32_t away) {
+    const uint32_t shift = 25 - __clz(away | 64);
+    return 64 * shift + (away >> shift);
+}
+// The most that a score of a class is away.
+__device__ __forceinline__ uint32_t class_end(uint32_t c) {
+    const uint32_t shift = max(c / 64, 1u) - 1;
+    return (c - 64 * shift << shift) + (1u << shift) - 1;
+}
+
+// The sum of x over the lanes up to this one.
+__device__ __forceinline__ uint32_t sum_up_to(uint32_t x) {
+    const uint32_t lane = threadIdx.x & 31;
+#pragma unroll
+    for (int step = 1; step < 32; step <<= 1) {
+        const uint32_t other = __shfl_up_sync(kFull, x, step);
+        if (lane >= step) x += other;
+    }
+    return x;
+}
+
+// Of a block's scores, kEach a thread, 0 where there is none: one that just `top` of them reach, or the least of these; 0 where
+// there are fewer. Two bits at a time: for scores many of which are alike. A barrier comes before the next.
+__device__ __forceinline__ uint32_t border_by_bits(const uint32_t (&x)[kEach], uint32_t top, Sums& sums) {
+    const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    uint32_t found = 0, turn = 0;
+#pragma unroll 1
+    for (int shift = 30; shift >= 0; shift -= 2, turn ^= 1) {
+        const uint32_t one = found | 1u << shift, two = found | 2u << shift, three = found | 3u << shift;
+        uint2 v = make_uint2(0, 0);
+#pragma unroll
+        for (uint32_t i = 0; i < kEach; ++i) {
+            v.x += (x[i] >= one ? 1u : 0u) + (x[i] >= two ? 0x10000u : 0u);
+            v.y += x[i] >= three;
+        }
+        v = make_uint2(__reduce_add_sync(kFull, v.x), __reduce_add_sync(kFull, v.y));
+        if (lane == 0) sums[turn][warp] = v;
+        __syncthreads();
+        v = lane < kWarps ? sums[turn][lane] : make_uint2(0, 0);
+        v = make_uint2(__reduce_add_sync(kFull, v.x), __reduce_add_sync(kFull, v.y));
+        const uint32_t digit = v.y >= top ? 3 : v.x >> 16 >= top ? 2 : (v.x & 0xffff) >= top ? 1 : 0;
+        const uint32_t reach = digit == 3 ? v.y : digit == 2 ? v.x >> 16 : digit == 1 ? v.x & 0xffff : 0;
+        found |= digit << shift;
+        // It parts them as well as the least of them would.
+        if (reach == top) break;
+    }
+    return found;
+}
+
+// The same. EXACT: as there; otherwise a score from whose class on there are `top`. `dry`: nothing is written.
+template <bool EXACT>
+__device__ __forceinline__ uint32_t border(const uint32_t (&x)[kEach], uint32_t top, bool dry, Classes& s, Sums& sums) {
+    const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+    uint32_t most = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kEach; ++i) most = max(most, x[i]);
+    most = __reduce_max_sync(kFull, most);
+    if (lane == 0 && !dry) s.most[warp] = most;
+    if (thread == 0 && !dry) s.found = s.rivals = 0;
+    __syncthreads();
+    most = __reduce_max_sync(kFull, s.most[lane % kWarps]);
+#pragma unroll
+    for (uint32_t i = 0; i < kEach; ++i) {
+        if (x[i] != 0 && !dry) atomicAdd(&s.count[class_of(most - x[i])], 1);
+    }
+    __syncthreads();
+    // The thread has the classes that come thread-th.
+    uint4* mine = reinterpret_cast<uint4*>(s.count + kEach * thread);
+    const uint4 near = mine[0], far = mine[1];
+    if (!dry) mine[0] = mine[1] = make_uint4(0, 0, 0, 0);
+    const uint32_t of[kEach] = {near.x, near.y, near.z, near.w, far.x, far.y, far.z, far.w};
+    uint32_t sum = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kEach; ++i) sum += of[i];
+    uint32_t reach = sum_up_to(sum);
+    if (lane == 31 && !dry) s.sums[warp] = reach;
+    __syncthreads();
+    for (uint32_t w = 0; w < warp; ++w) reach += s.sums[w];
+    if (reach >= top && reach - sum < top && !dry) {
+        uint32_t rest = top - (reach - sum), at = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < kEach - 1; ++i) {
+            if (at == i && rest > of[i]) rest -= of[i], at = i + 1;
+        }
+        s.found = kEach * thread + at + 1, s.rest = rest;
+    }
+    __syncthreads();
+    if (s.found == 0) return 0;
+    const uint32_t found = s.found - 1;
+    if constexpr (!EXACT) {
+        const uint32_t end = class_end(found);
+        return most > end ? most - end : 1;
+    } else {
+        // The few of its class, of which some are chosen.
+#pragma unroll
+        for (uint32_t i = 0; i < kEach; ++i) {
+            if (x[i] == 0 || class_of(most - x[i]) != found) continue;
+            const uint32_t at = atomicAdd(&s.rivals, 1);
+            if (at < kRivals) s.rival[at] = x[i];
+        }
+        __syncthreads();
+        const uint32_t n = s.rivals, rest = s.rest;
+        if (n > kRivals) return border_by_bits(x, top, sums);
+        const uint32_t own = lane < n ? s.rival[lane] : 0;
+        uint32_t larger = 0, reaches = 0;
+#pragma unroll 1
+        for (uint32_t i = 0; i < n; ++i) {
+            const uint32_t other = s.rival[i];
+            larger += other > own, reaches += other >= own;
+        }
+        const uint32_t is = __ballot_sync(kFull, lane < n && larger < rest && reaches >= rest);
+        return __shfl_sync(kFull, own, __ffs(is) - 1);
+    }
+}
+
+// What the block that picks has in shared memory.
+struct Picked {
+    Classes classes;
+    uint32_t score[kMostTop], row[kMostTop];  // chosen of what it has seen, where that is not all
+    uint32_t first[kMostScorers + 1];         // entries of all lists before a block's
+    Sums sums;
+    uint32_t before[kWarps];
+};
+
+// The choice among what `active` blocks send, `n` keys in all: by score and in order, as many at a time as there are places, of
+// which the chosen ones stay. `dry`: of nothing.
+__device__ __forceinline__ void pick_listed(const LatentArgs& a, const Sent& in, const Lists& lists, uint32_t tag, uint32_t n,
+                                            uint32_t active, bool dry, uint32_t* picks, Picked& s, const unsigned* kept) {
+    const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+    uint32_t x[kEach], row[kEach], told = 0;
+    bool nan = false;
+#pragma unroll
+    for (uint32_t i = 0; i < kEach; ++i) x[i] = 0, row[i] = kEach * thread + i;
+    if (dry) {
+    } else if (n <= kPlaces) {
+        bool all = kEach * thread >= n;
+        while (!all) {
+            all = true;
+#pragma unroll
+            for (uint32_t i = 0; i < kEach; ++i) {
+                const uint64_t got = look_for(in.scores + min(row[i], n - 1));
+                x[i] = row[i] < n ? (uint32_t)got : 0, all = all && got >> 32 == tag;
+            }
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < kEach; ++i) nan = nan || (row[i] < n && is_nan_ordinal(x[i]));
+    } else if (thread / 2 < active) {
+        const uint64_t from = lists.at + 16 * ((size_t)(thread / 2) * lists.stride + thread % 2 * kEach);
+        while (look(from + 16 * (kEach - 1)).w != tag) __nanosleep(kPause);
+        bool all;
+        do {
+            all = true;
+#pragma unroll
+            for (uint32_t i = 0; i < kEach; ++i) {
+                const uint4 got = look(from + 16 * i);
+                x[i] = got.x, row[i] = got.y, told = got.z, all = all && got.w == tag;
+            }
+        } while (!all);
+        nan = (told & kFaulty) != 0, told &= ~kFaulty;
+    }
+    const bool faulty = __syncthreads_or(nan), more = __syncthreads_or(told > kLook);
+    Marks::mark(kept, 3);
+    uint32_t all = 0, seen = 0, held = 0;
+    if (more) {
+        // Where lists begin among all that is listed.
+        const uint32_t own = thread % 2 == 0 ? told : 0, reach = sum_up_to(own);
+        if (lane == 31) s.before[warp] = reach;
+        __syncthreads();
+        uint32_t before = reach - own;
+        for (uint32_t w = 0; w < warp; ++w) before += s.before[w];
+        if (thread % 2 == 0) s.first[thread / 2] = before;
+        if (thread == kThreads - 1) s.first[kMostScorers] = before;
+        __syncthreads();
+        all = s.first[kMostScorers];
+    }
+#pragma unroll 1
+    for (;;) {
+        if (more) {
+#pragma unroll 1
+            for (uint32_t i = 0; i < kEach; ++i) {
+                const uint32_t at = kEach * thread + i, c = seen + at - held;
+                uint4 got = make_uint4(0, 0, 0, 0);
+                if (at < held) {
+                    got = make_uint4(s.score[at], s.row[at], 0, 0);
+                } else if (c < all) {
+                    uint32_t block = 0;
+                    for (uint32_t step = kMostScorers / 2; step > 0; step /= 2) block += s.first[block + step] <= c ? step : 0;
+                    const uint64_t from = lists.at + 16 * ((size_t)block * lists.stride + c - s.first[block]);
+                    do got = look(from);
+                    while (got.w != tag);
+                }
+#pragma unroll
+                for (uint32_t j = 0; j < kEach; ++j) {
+                    if (j == i) x[j] = got.x, row[j] = got.y;
+                }
+            }
+        }
+        const uint32_t found = border<true>(x, a.top, false, s.classes, s.sums);
+        // Larger ones and equal ones, of the thread and before it.
+        uint32_t own = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < kEach; ++i) own += x[i] > found ? 0x10000u : x[i] == found && found != 0 ? 1u : 0u;
+        uint32_t before = sum_up_to(own);
+        if (lane == 31) s.before[warp] = before;
+        __syncthreads();
+        before -= own;
+        uint32_t sum = 0;
+#pragma unroll
+        for (uint32_t w = 0; w < kWarps; ++w) {
+            if (w < warp) before += s.before[w];
+            sum += s.before[w];
+        }
+        // Of equal ones so many, the first; in a deliberately wrong variant for tests the last.
+        const uint32_t need = a.top - min(sum >> 16, a.top), skip = a.mutant == 2 ? (sum & 0xffff) - min(sum & 0xffff, need) : 0;
+        uint32_t larger = before >> 16, equal = before & 0xffff;
+        uint32_t chosen = larger + (equal > skip ? min(equal - skip, need) : 0);
+        seen += kPlaces - held;
+        const bool last = !more || seen >= all;
+#pragma unroll
+        for (uint32_t i = 0; i < kEach; ++i) {
+            const bool same = x[i] == found && found != 0;
+            if (!dry && chosen < a.top && (x[i] > found || (same && equal >= skip && equal < skip + need))) {
+                if (last) {
+                    if (chosen != 0 || !faulty) picks[chosen] = row[i];
+                } else {
+                    s.score[chosen] = x[i], s.row[chosen] = row[i];
+                }
+                chosen += 1;
+            }
+            equal += same;
+        }
+        if (last) break;
+        held = a.top;
+        __syncthreads();
+    }
+    if (faulty && thread == 0) picks[0] = kIndexFault;
+}
+
+}  // namespace
+
+// Grid and order as those of index_choose. Eight keys are those of a block of tokens. All blocks that have keys wait for one
+// another: none of them keeps another's room for long, since those before them end and those behind them begin when the
+// choice is made.
+extern "C" __global__ void __maxnreg__(168) index_choose_many(LatentArgs a, Sent in, Lists lists, uint32_t* picks, StepView view) {
+    __shared__ __align__(16) union {
+        Picked picked;
+        struct {
+            union {
+                uint32_t ring[kWarps][kOnTheWay][kTileBytes / 4];
+                Classes classes;
+            };
+            union {
+                uint8_t codes[kHeads * kDim];
+                uint32_t kept[kMostKept];
+            };
+            ManyQueries queries;
+            Sums sums;
+            uint32_t before[kWarps];
+        } scoring;
+    } shared;
+    static_assert(sizeof(Classes) <= sizeof(shared.scoring.ring) && kHeads * kDim <= 4 * kMostKept);
+    // What the product leaves: LEFT_TO_CHOICE of follow.rs, less what every block takes and the marks.
+    static_assert(sizeof(shared) + 64 <= 18 << 10);
+    const bool picker = blockIdx.x == gridDim.x - 1;
+    __shared__ unsigned mark_at;
+    Marks(kMarkChoose, picker | 2u).keep(&mark_at);
+    const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+    const RowInfo info = info_early(view, 0);
+    const uint32_t tag = __ldcg(in.number) + 1;
+    const uint32_t visible = info.live ? a.keys.visible(info.pos) : 0;
+    // Warps that have keys, one eight or more, and their blocks.
+    const uint32_t tiles = (visible + 7) / 8, warps = min(tiles, (gridDim.x - 1) * kWarps), active = (warps + kWarps - 1) / kWarps;
+    Marks::mark(&mark_at, 2);
+    const bool nothing = visible <= a.top || visible > in.most;
+    if (nothing || (!picker && blockIdx.x >= active)) {
+        if (blockIdx.x == 0) choose_nothing(in, visible, tag, view);
+        return;
+    }
+    if (picker) {
+        for (uint32_t i = thread; i < kClasses; i += kThreads) shared.picked.classes.count[i] = 0;
+        __syncthreads();
+        // Of nothing first: its instructions are there when the lists come.
+#pragma unroll 1
+        for (uint32_t turn = 0; turn < 2; ++turn) {
+            pick_listed(a, in, lists, tag, visible, active, turn == 0, picks, shared.picked, &mark_at);
+        }
+        Marks::mark(&mark_at, 4);
+        end_choice(in, tag);
+        return;
+    }
+    pdl_launch();
+    auto& s = shared.scoring;
+    const bool few = visible <= kPlaces, completes = (info.pos + 1) % a.keys.ratio == 0;
+    const uint32_t* blocks = view.blocks + (size_t)info.slot * view.max_blocks;
+    // A run of neighbours; runs differ by one eight at most.
+    const uint32_t own = blockIdx.x * kWarps + warp;
+    const uint32_t begin = own < warps ? own * tiles / warps : tiles, end = own < warps ? (own + 1) * tiles / warps : tiles;
+    const uint32_t base = 8 * (blockIdx.x * kWarps * tiles / warps);
+    // The last key may be the one that the row's token completes.
+    auto comes_late = [&](uint32_t tile) { return completes && tile + 1 == tiles; };
+    uint32_t entry = 0;
+    auto send_for = [&](uint32_t tile, bool late) {
+        const uint32_t i = tile - begin;
+        if (i % 32 == 0 && tile < end) entry = __ldcg(blocks + min(tile + lane, tiles - 1));
+        const uint8_t* from = a.keys.rows + (size_t)__shfl_sync(kFull, entry, i % 32) * kTileBytes;
+        uint8_t* to = reinterpret_cast<uint8_t*>(s.ring[warp][i % kOnTheWay]);
+        if (tile < end && comes_late(tile) == late) {
+            copy16(to + 16 * lane, from + 16 * lane);
+            if (lane < kTileBytes / 16 - 32) copy16(to + 512 + 16 * lane, from + 512 + 16 * lane);
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+    Keys keys;
+    auto take = [&](uint32_t tile) {
+        if (tile >= end) return;
+        if (comes_late(tile)) {
+            if (lane == 0) await(in.left, in.blocks);
+            __syncwarp();
+            send_for(tile, true);
+            asm volatile("cp.async.wait_all;" ::: "memory");
+        } else {
+            asm volatile("cp.async.wait_group %0;" ::"n"(kOnTheWay - 1) : "memory");
+        }
+        __syncwarp();
+        const uint32_t* key = s.ring[warp][(tile - begin) % kOnTheWay] + (lane >> 2) * (kIndexRowBytes / 4);
+#pragma unroll
+        for (uint32_t b = 0; b < kBlocks; ++b) keys.raw[b] = key[4 * b + (lane & 3)];
+        keys.bytes = key[kDim / 8];
+        __syncwarp();
+        send_for(tile + kOnTheWay, false);
+    };
+    for (uint32_t i = 0; i < kOnTheWay; ++i) send_for(begin + i, false);
+    take(begin);
+    if (thread == 0) s.queries.span = 0, s.queries.least = 255, s.queries.highest = 0;
+    auto key = [&](uint32_t w) { return a.keys.rows + a.keys.place(blocks, min(w, visible - 1)) * kIndexRowBytes; };
+    auto query = [&](float (&x)[4], uint32_t h) { read_key(x, in.packed + h * kIndexRowBytes, kDim, kRowFp4); };
+    // Twice: of whatever stands there first, so that the instructions are there when the query comes.
+#pragma unroll 1
+    for (uint32_t turn = 0; turn < 2; ++turn) {
+        const bool dry = turn == 0;
+        if (!dry) {
+            if (thread == 0) {
+                while (arrived(in.heads) < kHeads) __nanosleep(kPause);
+            }
+            __syncthreads();
+            // A thread brings a block of a head.
+            const uint32_t* from = reinterpret_cast<const uint32_t*>(in.packed + thread / kBlocks * kIndexRowBytes);
+            uint32_t mine[4];
+#pragma unroll
+            for (uint32_t i = 0; i < 4; ++i) mine[i] = __ldcg(from + thread % kBlocks * 4 + i);
+            const uint32_t bytes = __ldcg(from + kDim / 8);
+            if (thread < kHeads) {
+                uint64_t got;
+                do got = look_for(in.weights + thread);
+                while (got >> 32 != tag);
+                s.queries.weights[thread] = __fmul_rn(__uint_as_float((uint32_t)got), in.factor);
+            }
+            const uint32_t used = __ballot_sync(kFull, ((mine[0] | mine[1] | mine[2] | mine[3]) & 0x77777777u) != 0);
+            const Scales scales = scales_of(bytes, ~(used >> (lane & 28)) & 15);
+            s.queries.store(s.codes, thread / kBlocks, thread % kBlocks, mine, scales);
+            const uint32_t wide = __reduce_max_sync(kFull, scales.most - scales.least);
+            const uint32_t low = __reduce_min_sync(kFull, scales.least), high = __reduce_max_sync(kFull, scales.most);
+            if (lane == 0) atomicMax(&s.queries.span, wide), atomicMin(&s.queries.least, low), atomicMax(&s.queries.highest, high);
+            __syncthreads();
+            Marks::mark(&mark_at, 3);
+        }
+        ManyFragments fragments;
+        fragments.load(s.codes, s.queries);
+        // Scores take the place of the query.
+        __syncthreads();
+        uint32_t best[2] = {0, 0};
+#pragma unroll 1
+        for (uint32_t tile = dry ? 0 : begin; tile < (dry ? 1 : end); ++tile) {
+            score_eight(
+                fragments, s.queries, keys, dry,
+                [&]() {
+                    if (!dry) take(tile + 1);
+                },
+                [&](uint32_t i, uint32_t score) {
+                    const uint32_t w = tile * 8 + i;
+                    if (w >= visible) return;
+                    if (few) {
+                        send_score(in.scores + w, score, tag);
+                    } else {
+                        s.kept[w - base] = score;
+                    }
+                    if (i % 2 == 0) {
+                        best[0] = max(best[0], score);
+                    } else {
+                        best[1] = max(best[1], score);
+                    }
+                },
+                [&](uint32_t i) { return score_in_order(query, s.queries.weights, key(tile * 8 + i), kHeads, kDim, kRowFp4); });
+        }
+        if (!dry) Marks::mark(&mark_at, 4);
+        if (few && !dry) break;
+        if (!dry) {
+            // The warp's own keys are done with.
+            uint32_t* words = &s.ring[warp][0][0];
+            for (uint32_t i = lane; i < kOnTheWay * kTileBytes / 4; i += 32) words[i] = 0;
+        }
+#pragma unroll
+        for (uint32_t half = 0; half < 2; ++half) best[half] = __reduce_max_sync(kFull, best[half]);
+        if (!dry && lane < 2) send_score(lists.bests + 2 * own + lane, lane == 0 ? best[0] : best[1], tag);
+        uint32_t x[kEach];
+#pragma unroll
+        for (uint32_t i = 0; i < kEach; ++i) x[i] = 0;
+        if (!dry && thread < kBests / kEach * active) {
+            const uint64_t* from = lists.bests + kEach * thread;
+            bool all = false;
+            while (!all) {
+                all = true;
+#pragma unroll
+                for (uint32_t i = 0; i < kEach; i += 2) {
+                    const float2 two = look_at_pairs(reinterpret_cast<uint64_t>(from + i), tag, all);
+                    x[i] = __float_as_uint(two.x), x[i + 1] = __float_as_uint(two.y);
+                }
+                if (!all) __nanosleep(kPause);
+            }
+        }
+        __syncthreads();
+        if (!dry) Marks::mark(&mark_at, 5);
+        const uint32_t least = border<false>(x, a.top, dry, s.classes, s.sums);
+        if (!dry) Marks::mark(&mark_at, 6);
+        // The block's list, in order: a thread has neighbours.
+        const uint32_t n = min(8 * (min((blockIdx.x + 1) * kWarps, warps) * tiles / warps), visible) - base;
+        const uint32_t each = (n + kThreads - 1) / kThreads, from = min(thread * each, n), to = min(from + each, n);
+        uint32_t mine = 0;
+        bool nan = false;
+#pragma unroll 1
+        for (uint32_t i = from; i < to; ++i) mine += s.kept[i] >= least, nan = nan || is_nan_ordinal(s.kept[i]);
+        uint32_t at = sum_up_to(mine);
+        if (lane == 31) s.before[warp] = at;
+        const bool faulty = __syncthreads_or(nan);
+        at -= mine;
+        uint32_t length = 0;
+#pragma unroll
+        for (uint32_t w = 0; w < kWarps; ++w) {
+            if (w < warp) at += s.before[w];
+            length += s.before[w];
+        }
+        const uint64_t list = lists.at + 16 * (size_t)blockIdx.x * lists.stride;
+        const uint32_t tell = length | (faulty ? kFaulty : 0);
+        if (!dry) {
+#pragma unroll 1
+            for (uint32_t i = from; i < to; ++i) {
+                const uint32_t score = s.kept[i];
+                if (score >= least) send_three(list + 16 * at, score, base + i, tell, tag), at += 1;
+            }
+            if (thread >= length && thread < kLook) send_three(list + 16 * thread, 0, 0, tell, tag);
+        }
+        __syncthreads();
+    }
+    Marks::mark(&mark_at, 7);
+    if (blockIdx.x == 0) pdl_wait();
+}
+
+}  // namespace arc
