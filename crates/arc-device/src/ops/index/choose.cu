@@ -1,6 +1,9 @@
 // index_choose  scores and choice of one row in one launch, beside the product that makes the queries of its attention: the index
-//               query came first (follow.cu), packed as keys are. One block more looks for the scores, which have a number beside
-//               them that is another in every launch, and picks. Small blocks: there is room for one beside the product. Exact.
+//               query came first (follow.cu), packed as keys are. A warp has eight keys. Blocks send one another their scores,
+//               and count for each of their keys how many come before it. So they know which ones are chosen, and send that to
+//               the attention, which takes the rows from tiles, and one another, to leave the choice in order for others. What
+//               they send has a number beside it that is another in every launch. Small blocks: there is room for one beside the
+//               product. Exact.
 #include "choose.cuh"
 
 namespace arc {
@@ -9,240 +12,183 @@ using namespace indexer;
 
 namespace {
 
-// Words from one head's packed query to the next in shared memory: codes, then scales.
-constexpr uint32_t kPackedStride = kDim / 8 + 4;
-// Scores of index_choose that stand in shared memory, and those that a lane looks for together.
-constexpr uint32_t kKept = 2048, kTogether = 8;
-// Rows of the attention are sent for where so few times more are visible than will be chosen.
-constexpr uint32_t kAheadTimes = 4;
+// Keys of a warp, and of a block; scores that a thread looks for together.
+constexpr uint32_t kTile = 8, kLooks = 4;
+static_assert(kTile * kWarps == kChooserKeys && kMostChoosers <= 32, "a warp looks for a word of every block");
 
-// What a block that picks has in shared memory.
-struct Picking {
-    uint32_t kept[kKept], bins[kBins];
-    uint32_t sums[kWarps], larger[kWarps], equal[kWarps], digit, rest, faulty;
-};
+// One less where x is larger: what a subtraction borrows.
+__device__ __forceinline__ void count_larger(uint32_t& n, uint32_t x, uint32_t own) {
+    asm("{\n.reg .u32 t;\nsub.cc.u32 t, %1, %2;\nsubc.u32 %0, %0, 0;\n}" : "+r"(n) : "r"(own), "r"(x));
+}
 
-// The choice among n scores that others send, by a block. The least chosen one is found digit by digit, as in index_pick; then
-// warps, each with a run of neighbours, count who is above it and who is equal, and write. Rolled: what runs once takes its
-// time to come, most of all beside a product.
-__device__ __forceinline__ void pick_sent(const LatentArgs& a, const uint64_t* scores, uint32_t tag, uint32_t n, uint32_t* picks,
-                                          Picking& s, const unsigned* kept) {
-    const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, before = (1u << lane) - 1;
-    const uint32_t share = (n + kThreads - 1) / kThreads * 32, begin = min(warp * share, n), end = min(begin + share, n);
-    for (uint32_t i = thread; i < kBins; i += kThreads) s.bins[i] = 0;
-    if (thread == 0) s.faulty = 0;
-    __syncthreads();
-    uint32_t found = 0, need = a.top, larger = 0, equal = 0, skip = 0;
-    // Three digits, then counts, then the choice.
+// How many of n scores come before each of the warp's own, the first of which is that of key `first`: larger ones, and of equal
+// ones the earlier; in a deliberately wrong variant for tests the later. Lane i < kTile returns that of its key.
+__device__ __forceinline__ uint32_t rank_own(const uint32_t* scores, uint32_t n, uint32_t first, bool later) {
+    const uint32_t lane = threadIdx.x & 31, mine = scores[first + lane % kTile];
+    uint32_t own[kTile], before[kTile];
+#pragma unroll
+    for (uint32_t e = 0; e < kTile; ++e) own[e] = scores[first + e], before[e] = 0;
+    // Those of the warps before, the warp's own, and those of the warps behind. Where equal ones count they do so as larger ones.
 #pragma unroll 1
-    for (uint32_t pass = 0; pass < 5; ++pass) {
-        const uint32_t shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, mask = pass == 2 ? 1023 : 2047;
-        const uint32_t above = pass == 0 ? 0 : pass == 1 ? 0xffe00000u : 0xfffffc00u;
+    for (uint32_t part = 0; part < 3; ++part) {
+        const uint32_t begin = part == 0 ? 0 : part == 1 ? first : first + kTile, end = min(part == 0 ? first : part == 1 ? first + kTile : n, n);
+        const uint32_t less = part == (later ? 2 : 0);
 #pragma unroll 1
-        for (uint32_t base = begin; base < end; base += 32 * kTogether) {
-            uint32_t x[kTogether];
-            if (pass > 0 && n <= kKept) {
+        for (uint32_t base = begin; base < end; base += 32 * kLooks) {
+            uint32_t x[kLooks];
 #pragma unroll
-                for (uint32_t j = 0; j < kTogether; ++j) x[j] = s.kept[min(base + 32 * j + lane, end - 1)];
-            } else {
-                bool all;
-                do {
-                    all = true;
-#pragma unroll
-                    for (uint32_t j = 0; j < kTogether; ++j) {
-                        const uint64_t got = look_for(scores + min(base + 32 * j + lane, end - 1));
-                        x[j] = (uint32_t)got, all = all && got >> 32 == tag;
-                    }
-                } while (!all);
-            }
-#pragma unroll
-            for (uint32_t j = 0; j < kTogether; ++j) {
+            for (uint32_t j = 0; j < kLooks; ++j) {
                 const uint32_t i = base + 32 * j + lane;
-                if (base + 32 * j >= end) break;
-                const bool there = i < end;
-                if (pass < 3) {
-                    if (pass == 0 && there) {
-                        if (n <= kKept) s.kept[i] = x[j];
-                        if (is_nan_ordinal(x[j])) s.faulty = 1;
-                    }
-                    if (there && (x[j] & above) == found) atomicAdd(&s.bins[x[j] >> shift & mask], 1);
-                    continue;
-                }
-                const bool same = there && x[j] == found;
-                const uint32_t more = __ballot_sync(kFull, there && x[j] > found), alike = __ballot_sync(kFull, same);
-                const uint32_t rank = equal + __popc(alike & before), taken = rank > skip ? min(rank - skip, need) : 0;
-                const uint32_t to = larger + __popc(more & before) + taken;
-                if (pass == 4 && ((more >> lane & 1) || (same && rank >= skip && rank < skip + need))) {
-                    picks[to] = to == 0 && s.faulty ? kIndexFault : i;
-                }
-                larger += __popc(more), equal += __popc(alike);
+                x[j] = i < end ? scores[i] : 0;
             }
-        }
-        if (pass == 0) Marks::mark(kept, 3);
-        if (pass < 3) {
-            __syncthreads();
-            // The thread has the eight bins that come thread-th from the top.
-            uint32_t* mine = s.bins + kBins - 8 * (thread + 1);
-            uint32_t bin[8], sum = 0;
 #pragma unroll
-            for (uint32_t i = 0; i < 8; ++i) bin[i] = mine[i], mine[i] = 0, sum += bin[i];
-            uint32_t reach = sum;
+            for (uint32_t j = 0; j < kLooks; ++j) {
 #pragma unroll
-            for (int step = 1; step < 32; step <<= 1) {
-                const uint32_t other = __shfl_up_sync(kFull, reach, step);
-                if (lane >= step) reach += other;
+                for (uint32_t e = 0; e < kTile; ++e) count_larger(before[e], x[j], own[e] - less);
             }
-            if (lane == 31) s.sums[warp] = reach;
-            __syncthreads();
-            for (uint32_t w = 0; w < warp; ++w) reach += s.sums[w];
-            if (reach >= need && reach - sum < need) {
-                uint32_t rest = need - (reach - sum), at = 0;
-#pragma unroll
-                for (uint32_t i = 7; i > 0; --i) {
-                    if (at == 0 && rest <= bin[i]) at = i + 1;
-                    if (at == 0) rest -= bin[i];
-                }
-                s.digit = kBins - 8 * (thread + 1) + (at == 0 ? 0 : at - 1), s.rest = rest;
-            }
-            __syncthreads();
-            found |= s.digit << shift, need = s.rest;
-        } else if (pass == 3) {
-            if (lane == 0) s.larger[warp] = larger, s.equal[warp] = equal;
-            __syncthreads();
-            larger = equal = 0;
-            uint32_t equals = 0;
-            for (uint32_t w = 0; w < kWarps; ++w) {
-                if (w < warp) larger += s.larger[w], equal += s.equal[w];
-                equals += s.equal[w];
-            }
-            // Of equal ones the first; in a deliberately wrong variant for tests the last.
-            if (a.mutant == 2) skip = equals - need;
         }
     }
+    uint32_t rank = 0;
+#pragma unroll
+    for (uint32_t e = 0; e < kTile; ++e) {
+        const uint32_t all = __reduce_add_sync(kFull, before[e]);
+        rank -= lane == e ? all : 0;
+        rank += (uint32_t)(own[e] == mine) & (uint32_t)(later ? e > lane : e < lane);
+    }
+    return rank;
+}
+
+// Which keys of a block are chosen, once that is known: two words; the third: whether a score was NaN.
+__device__ __forceinline__ uint4 await_chosen(const Sent& in, uint32_t block, uint32_t tag) {
+    uint4 got;
+    do got = look(in.chosen + 16 * (block + 1));
+    while (got.w != tag);
+    return got;
+}
+
+// The block that lets the attention start when what it reads is there, and ends the choice, when whoever had something to send has
+// read the number, and has found all heads and what was left.
+__device__ __forceinline__ void usher(const Sent& in, uint32_t active, uint32_t tag) {
+    const uint32_t thread = threadIdx.x;
+    if (thread == 0) {
+        await(in.left, in.blocks);
+        pdl_launch_as(reinterpret_cast<uint32_t*>(in.chosen), tag);
+    }
+    if (thread >= 32) return;
+    if (thread < active) await_chosen(in, thread, tag);
+    __syncwarp();
+    if (thread == 0) *in.number = tag, *in.heads = *in.left = 0;
+    pdl_wait();
 }
 
 }  // namespace
 
-// Grid: blocks that score, and one that picks. It begins with the row's own kernel, when everything before the product that
-// makes the queries has ended; and lets its successor start when that one has left what it has to (latent.cu, "What runs ahead").
+// Grid: a block for every kChooserKeys keys that may be visible, and one more. It begins with the row's own kernel, when everything before the
+// product that makes the queries has ended. Its successor may start when that kernel has left what it has to (latent.cu, "What
+// runs ahead"), and takes the choice as it is sent, or waits for the end.
 extern "C" __global__ void __maxnreg__(168) index_choose(LatentArgs a, Sent in, uint32_t* picks, StepView view) {
-    __shared__ __align__(16) union {
-        Picking picking;
-        struct {
-            uint32_t codes[kHeads][kPackedStride];
-            float weights[kHeads];
-            uint32_t span, least, highest;
-        } scoring;
-    } shared;
-    const bool picker = blockIdx.x == gridDim.x - 1;
+    __shared__ __align__(16) uint8_t codes[kHeads * kDim];
+    __shared__ SharedQueries queries;
+    __shared__ uint32_t scores[kFew];
+    __shared__ bool faulty;
+    __shared__ __align__(8) uint8_t chosen[kWarps];
     __shared__ unsigned kept;
-    Marks(kMarkChoose, picker).keep(&kept);
+    Marks(kMarkChoose).keep(&kept);
     const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
     const RowInfo info = info_early(view, 0);
     const uint32_t tag = __ldcg(in.number) + 1;
     const uint32_t visible = info.live ? a.keys.visible(info.pos) : 0;
-    const uint32_t scorers = gridDim.x - 1, tiles = (visible + 7) / 8;
+    const uint32_t tiles = (visible + kTile - 1) / kTile, active = (visible + kChooserKeys - 1) / kChooserKeys;
     Marks::mark(&kept, 2);
     const bool nothing = visible <= a.top || visible > in.most;
-    if (nothing || (!picker && blockIdx.x * kWarps >= tiles)) {
-        if (nothing && blockIdx.x == 0) choose_nothing(in, visible, tag, view);
-        return;
-    }
-    if (picker) {
-        // Without scores first: its instructions are there when the scores come.
-#pragma unroll 1
-        for (uint32_t turn = 0; turn < 2; ++turn) pick_sent(a, in.scores, tag, turn == 0 ? 0 : visible, picks, shared.picking, &kept);
-        Marks::mark(&kept, 4);
-        end_choice(in, tag);
+    // The last block has no keys.
+    if (blockIdx.x == gridDim.x - 1) {
+        if (nothing) {
+            choose_nothing(in, visible, tag, picks, view);
+        } else {
+            usher(in, active, tag);
+        }
         return;
     }
     pdl_launch();
-    auto& s = shared.scoring;
+    if (nothing || blockIdx.x >= active) return;
     const uint32_t* blocks = view.blocks + (size_t)info.slot * view.max_blocks;
     auto place = [&](uint32_t w) { return a.keys.place(blocks, min(w, visible - 1)); };
     auto key = [&](uint32_t w) { return a.keys.rows + place(w) * a.keys.row_bytes; };
-    const bool completes = (info.pos + 1) % a.keys.ratio == 0;
+    const uint32_t tile = blockIdx.x * kWarps + warp, first = tile * kTile;
+    // The last key may be the one that the row's token completes.
+    const bool comes_late = (info.pos + 1) % a.keys.ratio == 0 && tile + 1 == tiles;
+    const size_t own = place(first + (lane >> 2));
     Keys keys;
-    auto bring = [&](uint32_t tile) {
-        // The last key may be the one that the row's token completes.
-        if (completes && tile + 1 == tiles) {
-            if (lane == 0) await(in.left, in.blocks);
-            __syncwarp();
-        }
-        keys.load(key(tile * 8 + (lane >> 2)));
-    };
-    const uint32_t own = blockIdx.x * kWarps + warp;
-    const size_t first = place(own * 8 + (lane >> 2));
-    keys.load(a.keys.rows + first * a.keys.row_bytes);
-    // Rows that the attention may read, for the second cache.
-    if (visible <= kAheadTimes * a.top && a.rows.ratio == a.keys.ratio) {
-        const uint8_t* row = a.rows.rows + first * a.row_bytes;
+    keys.load(a.keys.rows + own * a.keys.row_bytes);
+    // Rows that the attention may read, for the second cache, if nobody else brings them.
+    if (a.tiles == nullptr && a.rows.ratio == a.keys.ratio) {
+        const uint8_t* row = a.rows.rows + own * a.row_bytes;
         for (uint32_t at = 128 * (lane & 3); at < a.row_bytes + 127; at += 512) prefetch(row + min(at, a.row_bytes - 1));
     }
-    if (thread == 0) s.span = 0, s.least = 255, s.highest = 0;
     auto query = [&](float (&x)[4], uint32_t h) { read_key(x, in.packed + h * kIndexRowBytes, kDim, kRowFp4); };
     // Twice: of whatever stands there first, so that the instructions are there when the query comes.
 #pragma unroll 1
     for (uint32_t turn = 0; turn < 2; ++turn) {
         const bool dry = turn == 0;
-        if (!dry) {
-            if (thread == 0) await(in.heads, kHeads);
-            __syncthreads();
-            // A thread brings a block of a head.
-            const uint32_t* from = reinterpret_cast<const uint32_t*>(in.packed + thread / kBlocks * kIndexRowBytes);
-            uint32_t mine[4];
-#pragma unroll
-            for (uint32_t i = 0; i < 4; ++i) mine[i] = __ldcg(from + thread % kBlocks * 4 + i);
-            const uint32_t bytes = __ldcg(from + kDim / 8);
-            if (thread < kHeads) {
-                uint64_t got;
-                do got = look_for(in.weights + thread);
-                while (got >> 32 != tag);
-                s.weights[thread] = __fmul_rn(__uint_as_float((uint32_t)got), in.factor);
-            }
-#pragma unroll
-            for (uint32_t i = 0; i < 4; ++i) s.codes[thread / kBlocks][thread % kBlocks * 4 + i] = mine[i];
-            const uint32_t used = __ballot_sync(kFull, ((mine[0] | mine[1] | mine[2] | mine[3]) & 0x77777777u) != 0);
-            const Scales scales = scales_of(bytes, ~(used >> (lane & 28)) & 15);
-            if (thread % kBlocks == 0) s.codes[thread / kBlocks][kDim / 8] = scales.bytes;
-            const uint32_t wide = __reduce_max_sync(kFull, scales.most - scales.least);
-            const uint32_t low = __reduce_min_sync(kFull, scales.least), high = __reduce_max_sync(kFull, scales.most);
-            if (lane == 0) atomicMax(&s.span, wide), atomicMin(&s.least, low), atomicMax(&s.highest, high);
-            __syncthreads();
-            Marks::mark(&kept, 3);
-            if (completes && own + 1 == tiles) bring(own);
+        if (thread == 0) faulty = false;
+        take_query(in, tag, dry, codes, queries);
+        if (!dry) Marks::mark(&kept, 3);
+        if (!dry && comes_late) {
+            if (lane == 0) await(in.left, in.blocks);
+            __syncwarp();
+            keys.load(a.keys.rows + own * a.keys.row_bytes);
         }
-        Queries queries;
-#pragma unroll
-        for (uint32_t m = 0; m < kTiles; ++m) {
-#pragma unroll
-            for (uint32_t half = 0; half < 2; ++half) {
-#pragma unroll
-                for (uint32_t b = 0; b < kBlocks; ++b) {
-                    const uint32_t word = s.codes[16 * m + 8 * half + (lane >> 2)][4 * b + (lane & 3)];
-                    queries.x[m][b][half] = doubled(word & 0x0f0f0f0fu);
-                    queries.x[m][b][2 + half] = doubled(word >> 4 & 0x0f0f0f0fu);
-                }
-            }
-        }
-        queries.load_scales(s.weights, &s.codes[0][kDim / 8], kPackedStride);
-        const Limits limits{s.span, s.least, s.highest, 1};
+        Fragments fragments;
+        fragments.load(codes, queries);
+        score_eight(
+            fragments, queries, keys, dry, []() {},
+            [&](uint32_t i, uint32_t score) {
+                if (first + i < visible) send_score(in.scores + first + i, score, tag);
+            },
+            [&](uint32_t i) { return score_in_order(query, queries.weights, key(first + i), kHeads, kDim, kRowFp4); });
+        if (!dry) Marks::mark(&kept, 4);
+        const uint32_t n = dry ? 1 : visible;
 #pragma unroll 1
-        for (uint32_t tile = own; tile < tiles; tile += scorers * kWarps) {
-            score_tile(
-                queries, keys, limits, dry,
-                [&]() {
-                    if (!dry) bring(tile + scorers * kWarps);
-                },
-                [&](uint32_t i, uint32_t score) {
-                    if (tile * 8 + i < visible) send_score(in.scores + tile * 8 + i, score, tag);
-                },
-                [&](uint32_t i) { return score_in_order(query, s.weights, key(tile * 8 + i), kHeads, kDim, kRowFp4); });
-            if (dry) break;
+        for (uint32_t base = 0; base < n; base += kThreads * kLooks) {
+            uint64_t got[kLooks];
+            bool all;
+            do {
+                all = true;
+#pragma unroll
+                for (uint32_t j = 0; j < kLooks; ++j) {
+                    got[j] = look_for(in.scores + min(base + j * kThreads + thread, n - 1));
+                    all = all && got[j] >> 32 == tag;
+                }
+            } while (!all && !dry);
+#pragma unroll
+            for (uint32_t j = 0; j < kLooks; ++j) {
+                const uint32_t i = base + j * kThreads + thread, score = (uint32_t)got[j];
+                if (i < kFew) scores[i] = score;
+                if (is_nan_ordinal(score) && !dry) faulty = true;
+            }
         }
+        __syncthreads();
+        if (!dry) Marks::mark(&kept, 5);
+        const uint32_t rank = rank_own(scores, n, first, a.mutant == 2);
+        const uint32_t mine = __ballot_sync(kFull, lane < kTile && first + lane < n && rank < a.top);
+        if (lane == 0) chosen[warp] = mine;
+        __syncthreads();
+        const uint2 here = *reinterpret_cast<const uint2*>(chosen);
+        if (dry) continue;
+        if (thread == 0) send_three(in.chosen + 16 * (blockIdx.x + 1), here.x, here.y, faulty, tag);
+        Marks::mark(&kept, 6);
+        // Who does not take the choice from there finds it in order: how many are chosen of the blocks before, and of the warps.
+        uint32_t before = 0;
+        if (lane < blockIdx.x) {
+            const uint4 got = await_chosen(in, lane, tag);
+            before = __popc(got.x) + __popc(got.y);
+        }
+        const uint64_t earlier = ((uint64_t)here.y << 32 | here.x) & ((1ull << 8 * warp) - 1);
+        const uint32_t to = __reduce_add_sync(kFull, before) + __popcll(earlier) + __popc(mine & ((1u << lane) - 1));
+        if (mine >> lane & 1) picks[to] = to == 0 && faulty ? kIndexFault : first + lane;
     }
-    Marks::mark(&kept, 4);
-    if (blockIdx.x == 0) pdl_wait();
+    Marks::mark(&kept, 7);
 }
 
 }  // namespace arc

@@ -20,8 +20,6 @@ constexpr uint32_t kTileBytes = 8 * kIndexRowBytes, kOnTheWay = 2;
 static_assert(kTileBytes % 16 == 0 && kMostScorers * kBests == kPlaces);
 // Beside the length of a list: one of the block's scores was NaN.
 constexpr uint32_t kFaulty = 1u << 31;
-// Nanoseconds between two looks.
-constexpr uint32_t kPause = 64;
 
 // What index_choose_many sends beside `Sent`; `Lists` of index/cuda.rs.
 struct Lists {
@@ -32,120 +30,6 @@ struct Lists {
 static_assert(sizeof(Lists) == 24);
 
 using Sums = uint2[2][kWarps];
-
-// Scales of a vector that span so little that its codes, doubled and each times its block's power of two above the least, are int8.
-constexpr uint32_t kNarrow = 3;
-static_assert((12 << kNarrow) < 128 && kDim * (12 << kNarrow) * (12 << kNarrow) < 1 << 22);
-
-// Bytes times a power of two which they have room for.
-__device__ __forceinline__ uint32_t times_power(uint32_t bytes, uint32_t power) {
-    return bytes << power & __byte_perm(0xf8fcfeffu, 0, 0x1111 * power);
-}
-
-__device__ __forceinline__ void mma_s8_on(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// A row's queries in shared memory. Codes: 16 bytes of a head stand eight heads apart, so that eight rows meet no bank twice.
-// Scales are those of blocks, or of a narrow head, whose codes have their powers of two already, its least.
-struct ManyQueries {
-    float weights[kHeads], scale[kHeads];
-    uint32_t bytes[kHeads];
-    uint32_t span, least, highest;
-
-    // One block of a head, by a thread.
-    __device__ __forceinline__ void store(uint8_t* codes, uint32_t h, uint32_t b, const uint32_t (&raw)[4], const Scales& s) {
-        const bool narrow = s.most - s.least <= kNarrow;
-        const uint32_t power = narrow ? (s.bytes >> 8 * b & 0xff) - s.least : 0;
-        uint4 low, high;
-        low.x = times_power(doubled(raw[0] & 0x0f0f0f0fu), power), high.x = times_power(doubled(raw[0] >> 4 & 0x0f0f0f0fu), power);
-        low.y = times_power(doubled(raw[1] & 0x0f0f0f0fu), power), high.y = times_power(doubled(raw[1] >> 4 & 0x0f0f0f0fu), power);
-        low.z = times_power(doubled(raw[2] & 0x0f0f0f0fu), power), high.z = times_power(doubled(raw[2] >> 4 & 0x0f0f0f0fu), power);
-        low.w = times_power(doubled(raw[3] & 0x0f0f0f0fu), power), high.w = times_power(doubled(raw[3] >> 4 & 0x0f0f0f0fu), power);
-        uint4* head = reinterpret_cast<uint4*>(codes + h * kDim);
-        head[(2 * b) ^ (h & 7)] = low, head[(2 * b + 1) ^ (h & 7)] = high;
-        if (b == 0) bytes[h] = narrow ? s.least * 0x01010101u : s.bytes, scale[h] = half_scale(s.least, 0);
-    }
-};
-
-// The same as a warp multiplies them: of every tile of 16, heads lane / 4 and lane / 4 + 8.
-struct ManyFragments {
-    uint32_t x[kTiles][kBlocks][4];
-    float weight[kTiles][2];
-
-    __device__ __forceinline__ void load(const uint8_t* codes, const ManyQueries& q) {
-        const uint32_t lane = threadIdx.x & 31;
-#pragma unroll
-        for (uint32_t m = 0; m < kTiles; ++m) {
-            const uint32_t h = 16 * m + (lane & 15);
-#pragma unroll
-            for (uint32_t b = 0; b < kBlocks; ++b) {
-                const uint32_t at = (uint32_t)__cvta_generic_to_shared(codes + h * kDim + 16 * ((2 * b + (lane >> 4)) ^ (h & 7)));
-                asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                             : "=r"(x[m][b][0]), "=r"(x[m][b][1]), "=r"(x[m][b][2]), "=r"(x[m][b][3])
-                             : "r"(at)
-                             : "memory");
-            }
-#pragma unroll
-            for (uint32_t half = 0; half < 2; ++half) {
-                weight[m][half] = q.weights[16 * m + 8 * half + (lane >> 2)];
-            }
-        }
-    }
-};
-
-// Scores of eight keys, as `score_tile`. Where scales of all heads and of all eight keys are narrow, the product takes them along.
-template <typename Next, typename Put, typename InOrder>
-__device__ __forceinline__ void score_eight(const ManyFragments& f, const ManyQueries& q, const Keys& keys, bool dry, Next next, Put put,
-                                            InOrder in_order) {
-    const uint32_t lane = threadIdx.x & 31;
-    uint32_t used = 0;
-#pragma unroll
-    for (uint32_t b = 0; b < kBlocks; ++b) used |= (keys.raw[b] & 0x77777777u) != 0 ? 1u << b : 0;
-    used |= __shfl_xor_sync(kFull, used, 1), used |= __shfl_xor_sync(kFull, used, 2);
-    const Scales s = scales_of(keys.bytes, ~used & 15);
-    const bool plain = q.span + s.most - s.least <= kMostSpan && q.least + s.least >= 254 - 110 && q.highest + s.most <= 254 + 100 &&
-                       s.most != kPoison && q.highest != kPoison;
-    float sum[kTiles][2][2];
-    // Of heads lane / 4 and lane / 4 + 8 of a tile with keys 2 (lane % 4) and the next.
-    if (__all_sync(kFull, q.span <= kNarrow && s.most - s.least <= kNarrow)) {
-        int c[kTiles][4];
-#pragma unroll
-        for (uint32_t b = 0; b < kBlocks; ++b) {
-            const uint32_t power = (s.bytes >> 8 * b & 0xff) - s.least;
-            const uint32_t b0 = times_power(doubled(keys.raw[b] & 0x0f0f0f0fu), power);
-            const uint32_t b1 = times_power(doubled(keys.raw[b] >> 4 & 0x0f0f0f0fu), power);
-#pragma unroll
-            for (uint32_t m = 0; m < kTiles; ++m) {
-                if (b == 0) {
-                    mma_s8(c[m], f.x[m][b], b0, b1);
-                } else {
-                    mma_s8_on(c[m], f.x[m][b], b0, b1);
-                }
-            }
-        }
-        const float own = half_scale(s.least, 0);
-        const float scale[2] = {__shfl_sync(kFull, own, 8 * (lane & 3)), __shfl_sync(kFull, own, 8 * (lane & 3) + 4)};
-#pragma unroll
-        for (uint32_t m = 0; m < kTiles; ++m) {
-#pragma unroll
-            for (uint32_t i = 0; i < 4; ++i) {
-                const float dot = __fsub_rn(__int_as_float(c[m][i]), kMagic);
-                sum[m][i / 2][i % 2] = __fmul_rn(__fmul_rn(dot, q.scale[16 * m + 8 * (i / 2) + (lane >> 2)]), scale[i % 2]);
-            }
-        }
-    } else {
-        dots_by_block(sum, f.x, keys, s.bytes,
-                      [&](uint32_t m, uint32_t half, uint32_t b) { return half_scale(q.bytes[16 * m + 8 * half + (lane >> 2)], b); });
-    }
-    next();
-    // But for zeros' signs as there: a sum of -0 is a score of +0 in the end.
-    const auto weighed = [&](uint32_t m, uint32_t half, float v) { return __fmul_rn(f.weight[m][half], v); };
-    sum_heads(sum, plain, dry, weighed, put, in_order);
-}
 
 // Classes of scores by how far they are from the largest, finer where that is little: 64 for every doubling.
 constexpr uint32_t kClasses = kThreads * kEach, kRivals = 32;
@@ -393,6 +277,18 @@ __device__ __forceinline__ void pick_listed(const LatentArgs& a, const Sent& in,
     if (faulty && thread == 0) picks[0] = kIndexFault;
 }
 
+// Ends the block that has picked: the attention may begin.
+__device__ __forceinline__ void end_choice(const Sent& in, uint32_t tag) {
+    if (threadIdx.x == 0) {
+        await(in.left, in.blocks);
+        // Whoever had something to send has read the number, and has found all heads.
+        *in.number = tag, *in.heads = *in.left = 0;
+    }
+    __syncthreads();
+    pdl_launch();
+    pdl_wait();
+}
+
 }  // namespace
 
 // Grid and order as those of index_choose. Eight keys are those of a block of tokens. All blocks that have keys wait for one
@@ -410,7 +306,7 @@ extern "C" __global__ void __maxnreg__(168) index_choose_many(LatentArgs a, Sent
                 uint8_t codes[kHeads * kDim];
                 uint32_t kept[kMostKept];
             };
-            ManyQueries queries;
+            SharedQueries queries;
             Sums sums;
             uint32_t before[kWarps];
         } scoring;
@@ -430,7 +326,7 @@ extern "C" __global__ void __maxnreg__(168) index_choose_many(LatentArgs a, Sent
     Marks::mark(&mark_at, 2);
     const bool nothing = visible <= a.top || visible > in.most;
     if (nothing || (!picker && blockIdx.x >= active)) {
-        if (blockIdx.x == 0) choose_nothing(in, visible, tag, view);
+        if (blockIdx.x == 0) choose_nothing(in, visible, tag, picks, view);
         return;
     }
     if (picker) {
@@ -488,40 +384,15 @@ extern "C" __global__ void __maxnreg__(168) index_choose_many(LatentArgs a, Sent
     };
     for (uint32_t i = 0; i < kOnTheWay; ++i) send_for(begin + i, false);
     take(begin);
-    if (thread == 0) s.queries.span = 0, s.queries.least = 255, s.queries.highest = 0;
     auto key = [&](uint32_t w) { return a.keys.rows + a.keys.place(blocks, min(w, visible - 1)) * kIndexRowBytes; };
     auto query = [&](float (&x)[4], uint32_t h) { read_key(x, in.packed + h * kIndexRowBytes, kDim, kRowFp4); };
     // Twice: of whatever stands there first, so that the instructions are there when the query comes.
 #pragma unroll 1
     for (uint32_t turn = 0; turn < 2; ++turn) {
         const bool dry = turn == 0;
-        if (!dry) {
-            if (thread == 0) {
-                while (arrived(in.heads) < kHeads) __nanosleep(kPause);
-            }
-            __syncthreads();
-            // A thread brings a block of a head.
-            const uint32_t* from = reinterpret_cast<const uint32_t*>(in.packed + thread / kBlocks * kIndexRowBytes);
-            uint32_t mine[4];
-#pragma unroll
-            for (uint32_t i = 0; i < 4; ++i) mine[i] = __ldcg(from + thread % kBlocks * 4 + i);
-            const uint32_t bytes = __ldcg(from + kDim / 8);
-            if (thread < kHeads) {
-                uint64_t got;
-                do got = look_for(in.weights + thread);
-                while (got >> 32 != tag);
-                s.queries.weights[thread] = __fmul_rn(__uint_as_float((uint32_t)got), in.factor);
-            }
-            const uint32_t used = __ballot_sync(kFull, ((mine[0] | mine[1] | mine[2] | mine[3]) & 0x77777777u) != 0);
-            const Scales scales = scales_of(bytes, ~(used >> (lane & 28)) & 15);
-            s.queries.store(s.codes, thread / kBlocks, thread % kBlocks, mine, scales);
-            const uint32_t wide = __reduce_max_sync(kFull, scales.most - scales.least);
-            const uint32_t low = __reduce_min_sync(kFull, scales.least), high = __reduce_max_sync(kFull, scales.most);
-            if (lane == 0) atomicMax(&s.queries.span, wide), atomicMin(&s.queries.least, low), atomicMax(&s.queries.highest, high);
-            __syncthreads();
-            Marks::mark(&mark_at, 3);
-        }
-        ManyFragments fragments;
+        take_query(in, tag, dry, s.codes, s.queries);
+        if (!dry) Marks::mark(&mark_at, 3);
+        Fragments fragments;
         fragments.load(s.codes, s.queries);
         // Scores take the place of the query.
         __syncthreads();

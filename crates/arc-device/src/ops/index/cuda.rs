@@ -3,6 +3,7 @@
 use crate::MemoryClass;
 use crate::cuda::{Arg, Cuda, CudaBuf, Grid, kernel};
 use crate::error::Result;
+use crate::ops::compress::Compressor;
 use crate::ops::index::{IndexConfig, MAX_INDEX_DIM};
 use crate::ops::latent::RowFormat;
 use crate::ops::quant::INDEX_DIM;
@@ -13,11 +14,10 @@ use crate::step::BLOCK_TOKENS;
 const KEPT: usize = 48 << 10;
 /// Heads of the scores by int8 `mma`.
 const STRAIGHT_HEADS: usize = 64;
-/// Most scores that `index_choose` picks among, and blocks that score, at most.
-const MOST_CHOSEN: usize = 64 * 256;
-const SCORERS: usize = 64;
-/// Most scores that a block of `index_choose` keeps: of more, `index_choose_many` chooses where it can.
+/// Most keys that `index_choose` chooses among, and keys of a block of it: `kFew` of choose.cuh and `kChooserKeys` of latent.cuh. Of
+/// more, `index_choose_many` chooses where it can.
 const FEW: usize = 2048;
+const CHOOSER_KEYS: usize = 64;
 /// What `index_choose_many` has: blocks that score and scores that each of them keeps, at most; scores of warps that such a
 /// block tells the others; entries of its list that are there in any case; and the most rows that it may choose.
 const MANY_SCORERS: usize = 128;
@@ -30,10 +30,14 @@ const ROWS_BLOCKS: usize = 4;
 /// Keys that are scored together.
 const TILE: usize = 8;
 /// Words of a choice: its number, how many blocks of the row's own kernel have left what they have to, how many heads are there;
-/// heads as keys are stored; their weights, then scores, with numbers.
+/// heads as keys are stored; their weights, then scores, with numbers; the number for the attention, and behind it which keys of every
+/// block of `index_choose` are chosen.
 const PACKED_AT: usize = 4;
 const WEIGHTS_AT: usize = PACKED_AT + MAX_INDEX_DIM * (INDEX_DIM / 2 + 4) / 4;
 const SCORES_AT: usize = WEIGHTS_AT + 2 * MAX_INDEX_DIM;
+const CHOSEN_AT: usize = SCORES_AT + 2 * FEW;
+const WORDS: usize = CHOSEN_AT + 4 * (1 + FEW / CHOOSER_KEYS);
+const _: () = assert!(CHOSEN_AT % 4 == 0);
 
 /// How the index query of a step came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,13 +61,14 @@ pub(crate) struct Choice {
     pub came: Came,
     /// Blocks of the last row's own kernel.
     pub rows_blocks: u32,
+    /// Whether its attention takes the choice as it is sent.
+    pub in_tiles: bool,
 }
 
 impl Choice {
     /// For the longest context.
     pub(crate) fn new(dev: &mut Cuda) -> Result<Choice> {
-        let scores = dev.limits.context.min(MOST_CHOSEN);
-        let words = dev.take("one row's choice", MemoryClass::Workspace, SCORES_AT + 2 * scores)?;
+        let words = dev.take("one row's choice", MemoryClass::Workspace, WORDS)?;
         // Keys are of at least four tokens there.
         let most = dev.limits.context / 4;
         let bests = 2 * MANY_SCORERS * MANY_BESTS;
@@ -71,7 +76,8 @@ impl Choice {
         let lists = 4 * (most + MANY_SCORERS * TILE * 8);
         let words_many = bests + if most > FEW { lists } else { 0 };
         let many = dev.take("a choice among many", MemoryClass::Workspace, words_many)?;
-        Ok(Choice { words, many, processors: dev.multiprocessors() as usize, came: Came::Early, rows_blocks: 0 })
+        let processors = dev.multiprocessors() as usize;
+        Ok(Choice { words, many, processors, came: Came::Early, rows_blocks: 0, in_tiles: false })
     }
 
     /// Blocks of `index_choose_many` that score, and entries of a list of each, for at most so many keys: those of the row's own
@@ -89,8 +95,15 @@ impl Choice {
     /// Whether one row's choice among the keys of a context of `tokens` can run beside a product.
     pub(crate) fn fits(&self, layer: &LatentLayer<'_, Cuda>, tokens: usize) -> bool {
         let most = layer.index.map_or(usize::MAX, |(_, keys)| tokens / keys.ratio);
-        let few = 2 * most <= self.words.len() - SCORES_AT;
-        straight(layer) && (few || self.many(layer, most).is_some())
+        straight(layer) && (most <= FEW || self.many(layer, most).is_some())
+    }
+
+    /// Whether `index_choose` can do it, and its keys are those of the rows that are chosen.
+    pub(crate) fn few(&self, layer: &LatentLayer<'_, Cuda>, tokens: usize) -> bool {
+        let alike = |(_, keys): (IndexConfig, Compressor)| {
+            tokens / keys.ratio <= FEW && layer.rows.is_some_and(|rows| rows.ratio == keys.ratio)
+        };
+        straight(layer) && layer.index.is_some_and(alike)
     }
 
     /// Address of the number of the choice before.
@@ -101,6 +114,11 @@ impl Choice {
     /// Address of how many blocks of the row's own kernel have left what they have to.
     pub(crate) fn left(&self) -> u64 {
         self.words.ptr() + 4
+    }
+
+    /// Address of the number of the choice for the attention, and of which keys are chosen.
+    pub(crate) fn chosen(&self) -> u64 {
+        self.words.ptr() + 4 * CHOSEN_AT as u64
     }
 
     /// Address of how many heads of the index query are there.
@@ -129,11 +147,12 @@ struct Sent {
     number: u64,
     heads: u64,
     left: u64,
+    chosen: u64,
     blocks: u32,
     most: u32,
     factor: f32,
 }
-const _: () = assert!(size_of::<Sent>() == 64);
+const _: () = assert!(size_of::<Sent>() == 72);
 
 /// `Lists` of choose_many.cu.
 #[repr(C)]
@@ -161,7 +180,8 @@ impl Cuda {
         rows: usize,
     ) -> Result<()> {
         let Some((cfg, keys)) = layer.index else { return Ok(()) };
-        let args = self.latent_args(ws, state, None, layer, true, rows)?;
+        let mut args = self.latent_args(ws, state, None, layer, true, rows)?;
+        args.tiles = self.tiles(layer, true, rows);
         let picks = ws.picks.ptr();
         let most = self.tokens() / keys.ratio;
         let room = self.kv.parts.as_ref().map_or(0, CudaBuf::len);
@@ -175,7 +195,7 @@ impl Cuda {
         let came =
             self.latent.choice.as_mut().map_or(Came::Early, |choice| std::mem::replace(&mut choice.came, Came::Early));
         if let Some(choice) = self.latent.choice.as_ref().filter(|_| came == Came::Beside) {
-            let (blocks, view) = (most.div_ceil(TILE * 8).clamp(1, SCORERS) + 1, self.view());
+            let (blocks, view) = (most.div_ceil(CHOOSER_KEYS) + 1, self.view());
             let sent = Sent {
                 packed: choice.packed(),
                 weights: choice.weights(),
@@ -183,6 +203,7 @@ impl Cuda {
                 number: choice.number(),
                 heads: choice.heads(),
                 left: choice.left(),
+                chosen: choice.chosen(),
                 blocks: choice.rows_blocks,
                 most: most as u32,
                 factor,

@@ -17,9 +17,12 @@ use crate::{MemoryClass, ModelShape, Norm};
 
 /// Rows of a split: the kernel's `kRows`.
 const SPLIT_ROWS: usize = 80;
-/// Threads of a block of `latent_rows`, and blocks that unpack the list.
+/// Threads of a block of `latent_rows`, and blocks that unpack the list, or all that is chosen among.
 const ROWS_THREADS: u32 = 256;
 const UNPACKERS: u32 = 32;
+const MORE_UNPACKERS: u32 = 64;
+/// Rows that there is room for as tiles: the kernels' `kTileRows`.
+const TILE_ROWS: usize = 2304;
 /// Most blocks of a cluster: the kernel's `kMostBlocks`.
 const MOST_CLUSTER: usize = 8;
 /// Heads of a block: the kernel's `kHeads`.
@@ -101,21 +104,28 @@ pub(crate) struct LatentArgs {
     sent: u64,
     sent_q: u64,
     counts: u64,
-    tiles: u64,
+    /// Where the list of one row stands for the attention; 0: nowhere.
+    pub tiles: u64,
     left: u64,
+    chosen: u64,
+    sent_codes: u64,
     due: u32,
 }
-const _: () = assert!(size_of::<LatentArgs>() == 360);
+const _: () = assert!(size_of::<LatentArgs>() == 376);
 
 /// Memory of latent attention.
 #[derive(Default)]
 pub(crate) struct Workspace {
     /// `[rows, heads * dim]`: what the heads read, the rotation undone.
     turned: Option<CudaBuf<f32>>,
-    /// The list of one row as the attention reads it: BF16 rows of `dim + 8` numbers, for a cluster's splits.
+    /// What the attention of one row may read, as it reads it: BF16 rows of `dim + 8` numbers.
     tiles: Option<CudaBuf<u16>>,
     /// What the product before the last `latent_rows` sends.
     due: Option<Due>,
+    /// `[heads * dim / 32]` blocks of int8 as the attention of one row sends them, three words of 16 bytes each.
+    sent_codes: Option<CudaBuf<u32>>,
+    /// Where the last attention has sent them, and the address of their number.
+    heads: Option<(u64, u64)>,
     /// What one row's choice among keys needs.
     pub choice: Option<Choice>,
     /// Which wrong variant runs.
@@ -127,10 +137,12 @@ impl Workspace {
     pub(crate) fn new(dev: &mut Cuda, shape: &ModelShape) -> Result<Workspace> {
         let len = dev.limits.rows * shape.gathered;
         let turned = (len > 0).then(|| dev.take("unrotated heads", MemoryClass::Workspace, len)).transpose()?;
-        let numbers = MOST_CLUSTER * SPLIT_ROWS * (MAX_DIM + 8);
+        let numbers = TILE_ROWS * (MAX_DIM + 8);
         let tiles = (len > 0).then(|| dev.take("unpacked rows", MemoryClass::Workspace, numbers)).transpose()?;
         let choice = (len > 0).then(|| Choice::new(dev)).transpose()?;
-        Ok(Workspace { turned, tiles, due: None, choice, mutant: Mutant::None })
+        let words = 12 * shape.gathered.div_ceil(32);
+        let sent_codes = (len > 0).then(|| dev.take("heads as sent", MemoryClass::Workspace, words)).transpose()?;
+        Ok(Workspace { turned, tiles, due: None, sent_codes, heads: None, choice, mutant: Mutant::None })
     }
 }
 
@@ -271,6 +283,8 @@ impl Cuda {
             counts: 0,
             tiles: 0,
             left: 0,
+            chosen: 0,
+            sent_codes: 0,
             due: 0,
         })
     }
@@ -351,13 +365,21 @@ impl Cuda {
         }
         self.latent.due = self.matmul.due.take();
         let (due, counts, sent) = self.latent.due.map_or((0, 0, 0), |due| (due.blocks, due.counts, due.first));
+        let tokens = self.tokens();
+        if let Some(choice) = &mut self.latent.choice {
+            choice.in_tiles = came == Came::Beside && usual(&att) && choice.few(layer, tokens);
+        }
         let tiles = self.tiles(layer, select, rows);
         let left = self.latent.choice.as_ref().filter(|_| came == Came::Beside).map_or(0, Choice::left);
         let args = LatentArgs { due, counts, sent, tiles, left, ..args };
         let view = self.view();
         // The product before has turned the index query if it has made it.
         let heads = if followed { 0 } else { args.index_heads.div_ceil(ROWS_THREADS / 32) };
-        let more = if tiles != 0 { UNPACKERS } else { heads };
+        let more = match tiles {
+            0 => heads,
+            _ if left != 0 => MORE_UNPACKERS,
+            _ => UNPACKERS,
+        };
         let blocks = 3 + more + u32::from(pending.is_some());
         if let Some(choice) = &mut self.latent.choice {
             (choice.came, choice.rows_blocks) = (came, blocks);
@@ -397,12 +419,17 @@ impl Cuda {
         (most, blocks)
     }
 
-    /// Where `latent_rows` leaves the list for the attention, 0 where each of its blocks finds rows by itself: the list is the
-    /// same for all heads of one row, and known before the queries where nothing is chosen.
-    fn tiles(&self, layer: &LatentLayer<'_, Cuda>, select: bool, rows: usize) -> u64 {
-        let whole = rows == 1 && layer.row_format == RowFormat::Fp8 && !(select && layer.index.is_some());
+    /// Where all rows stand that the attention of one row may read, 0 where each of its blocks finds rows by itself: they are the
+    /// same for all heads, and known before the queries.
+    pub(crate) fn tiles(&self, layer: &LatentLayer<'_, Cuda>, select: bool, rows: usize) -> u64 {
+        let known =
+            !(select && layer.index.is_some()) || self.latent.choice.as_ref().is_some_and(|choice| choice.in_tiles);
+        let visible = layer.rows.map_or(0, |rows| self.tokens() / rows.ratio);
+        let fits = layer.attention.window + visible + SPLIT_ROWS <= TILE_ROWS;
         match self.splits(layer, select, rows) {
-            (_, Blocks::Cluster(2..)) if whole => self.latent.tiles.as_ref().map_or(0, CudaBuf::ptr),
+            (_, Blocks::Cluster(2..)) if rows == 1 && layer.row_format == RowFormat::Fp8 && known && fits => {
+                self.latent.tiles.as_ref().map_or(0, CudaBuf::ptr)
+            }
             _ => 0,
         }
     }
@@ -427,7 +454,9 @@ impl Cuda {
         let (counts, sent_q) = self.latent.due.take().map_or((0, 0), |due| (due.counts, due.second));
         let tiles = self.tiles(layer, select, rows);
         let args = self.latent_args(ws, state, Some(w), layer, select, rows)?;
-        let mut args = LatentArgs { most_splits: most_splits as u32, apart, counts, sent_q, tiles, ..args };
+        let in_tiles = self.latent.choice.as_ref().filter(|choice| tiles != 0 && choice.in_tiles);
+        let chosen = in_tiles.map_or(0, Choice::chosen);
+        let mut args = LatentArgs { most_splits: most_splits as u32, apart, counts, sent_q, tiles, chosen, ..args };
         // The first output projection's inputs are made on the way, if they are int8 of plain values.
         let codes = att.dim.is_multiple_of(32)
             && w.out_a.reads() == Reads { codes: true, floats: false }
@@ -437,7 +466,14 @@ impl Cuda {
             (args.codes, args.turned) = ([q, d, sums], 0);
         }
         let view = self.view();
+        let usual = tiles != 0 && sent_q != 0 && usual(&att);
+        self.latent.heads = None;
+        if let Some(sent) = self.latent.sent_codes.as_ref().filter(|_| usual && q != 0) {
+            args.sent_codes = sent.ptr();
+            self.latent.heads = Some((sent.ptr(), counts + 12));
+        }
         let attend = match layer.row_format {
+            RowFormat::Fp8 if usual => kernel!("latent_attend_tiles"),
             RowFormat::Fp8 if att.dim == MAX_DIM => kernel!("latent_attend_512"),
             RowFormat::Fp8 => kernel!("latent_attend_packed"),
             _ => kernel!("latent_attend_f32"),
@@ -485,7 +521,8 @@ impl Cuda {
         rows: usize,
     ) -> Result<()> {
         let plain = rows == 1 && rounding(layer.inputs, &w.out_b) == Inputs::F32;
-        if plain && self.follow(&w.out_a, &ws.grouped, &w.out_b, out)? {
+        let heads = self.latent.heads.take();
+        if plain && self.follow(&w.out_a, &ws.grouped, &w.out_b, out, heads)? {
             return Ok(());
         }
         let source = Source::of(&ws.grouped, w.out_b.cols).rounded(layer.inputs);
@@ -509,6 +546,11 @@ fn rounding(inputs: Inputs, w: &CudaMatrix) -> Inputs {
         Inputs::Int8 if !w.is_fp8() => Inputs::F32,
         inputs => inputs,
     }
+}
+
+/// Whether `latent_attend_tiles` can have these heads.
+fn usual(attention: &LatentConfig) -> bool {
+    attention.dim == MAX_DIM && attention.heads.is_multiple_of(BLOCK_HEADS)
 }
 
 /// Splits of the longest list that a query can have.

@@ -11,12 +11,13 @@
 // table are there, and latent_rows does its work while the product runs. It lets its successor start when it is done, and
 // ends after the product. So when a block of latent_attend or index_score starts, all rows that it will read are there too,
 // and it brings them before its wait; only queries and choices come after. What may be read early is read past the first
-// cache. Of one row, latent_rows leaves the list as tiles of BF16 if all of it is read, once for all heads; and the products
-// before may be in that launch too (follow.cu): latent_rows starts with it then, and takes their outputs as they are sent, and
-// so does the attention with its queries.
-#include "cluster.cuh"
-#include "ops/latent/latent.cuh"
-#include "ops/matmul/quantise.cuh"
+// cache. Of one row, latent_rows leaves the list as tiles of BF16, once for all heads; and the products before may be in that
+// launch too (follow.cu): latent_rows starts with it then, and takes their outputs as they are sent, and so does the attention
+// with its queries. Where index_choose (choose.cu) chooses beside them, the tiles hold all that it chooses among, and the attention
+// takes the choice as it is sent.
+#include "merge.cuh"
+#include "ops/index/index.cuh"
+#include "parcel.cuh"
 #include "pdl.cuh"
 
 namespace arc {
@@ -25,10 +26,9 @@ namespace {
 
 constexpr uint32_t kFull = 0xffffffffu;
 
-// Heads of a block, one a warp; rows of a split. Scores: shares of the values, each two warps'.
-constexpr uint32_t kHeads = 16, kRows = kSplitRows, kThreads = 512, kWarps = 16, kShares = 8;
-// Most blocks of a cluster, and fours of a head that a lane merges, of at least two blocks.
-constexpr uint32_t kMostBlocks = 8, kItems = kMaxLatent / 4 / 2 / 32;
+// Rows of a split. Scores: shares of the values, each two warps'.
+constexpr uint32_t kRows = kSplitRows, kThreads = 512, kWarps = 16, kShares = 8;
+static_assert(kWarps == kHeads, "a head a warp");
 // Entries of a table of blocks that are at hand when choices come.
 constexpr uint32_t kTable = 256;
 // Distances between heads of partial scores (f32) and of weights (BF16).
@@ -71,48 +71,6 @@ __device__ __forceinline__ uint32_t cut_pair(float& x, float& y) {
     return pair;
 }
 
-// Whole lines from this block's shared memory to another's, whose `bar` counts them.
-__device__ __forceinline__ void send_lines(uint32_t to, uint32_t from, uint32_t bytes, uint32_t bar) {
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "r"(from),
-                 "r"(bytes), "r"(bar)
-                 : "memory");
-}
-
-// Whole lines from global memory to this block's shared memory.
-__device__ __forceinline__ void bring_lines(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-                 "r"(bytes), "r"(bar)
-                 : "memory");
-}
-
-// A barrier that waits for one thread, which tells how many bytes are to come from the cluster, and for these.
-__device__ __forceinline__ void parcel_init(uint64_t* bar) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(shared_at(bar)) : "memory");
-}
-__device__ __forceinline__ void parcel_expect(uint64_t* bar, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_at(bar)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void parcel_wait(uint64_t* bar) {
-    asm volatile(
-        "{\n.reg .pred done;\nmore:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n@!done bra more;\n}" ::"r"(shared_at(bar))
-        : "memory");
-}
-
-// Eight bytes from global to shared memory; complete after copies_landed().
-__device__ __forceinline__ void copy_async(void* shared, const void* global) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_at(shared)), "l"(global) : "memory");
-}
-
-__device__ __forceinline__ void copies_landed() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// Two values to another block, whose `bar` counts them.
-__device__ __forceinline__ void send2(uint32_t to, uint32_t bar, float x, float y) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to), "f"(x), "f"(y),
-                 "r"(bar)
-                 : "memory");
-}
-
 // A query's own list: recent rows, then compressed ones.
 struct List {
     uint32_t recent, n, first;
@@ -136,121 +94,6 @@ __device__ __forceinline__ const uint8_t* find_row(const LatentArgs& a, const Li
     const uint32_t block = table != nullptr && list.chosen != nullptr && entry < kTable ? table[entry] : __ldcg(blocks + entry);
     return a.rows.rows + a.rows.place_in(block, w) * a.row_bytes;
 }
-
-// A running softmax takes a part in: the factors of what stood before and of the part. One of them is 1.
-__device__ __forceinline__ void join(float& m, float part_m, float& keep, float& add) {
-    const bool higher = part_m > m;
-    const float e = exp(higher ? __fsub_rn(m, part_m) : __fsub_rn(part_m, m));
-    keep = higher ? e : 1.0f;
-    add = higher ? 1.0f : e;
-    m = higher ? part_m : m;
-}
-
-__device__ __forceinline__ float joined(float own, float keep, float part, float add) {
-    return __fadd_rn(__fmul_rn(own, keep), __fmul_rn(part, add));
-}
-
-// One pair turned by its angle, every product rounded.
-__device__ __forceinline__ void turn(float& x, float& y, float cos, float sin) {
-    const float a = x, b = y;
-    x = __fsub_rn(__fmul_rn(a, cos), __fmul_rn(b, sin));
-    y = __fadd_rn(__fmul_rn(b, cos), __fmul_rn(a, sin));
-}
-
-// What sums of a running softmax are multiplied with at its end.
-__device__ __forceinline__ float finish(float m, float l, float sink) {
-    const float most = sink > m ? sink : m;
-    const float ours = exp(__fsub_rn(m, most));
-    return __fdiv_rn(ours, __fadd_rn(__fmul_rn(l, ours), exp(__fsub_rn(sink, most))));
-}
-
-// Stores fours of heads' values, N a lane, as they are and as the first output projection reads them: the rotation undone.
-// `at`: where the heads begin. Eight lanes in turn have neighbouring fours.
-template <int N>
-__device__ __forceinline__ void put(const LatentArgs& a, size_t at, uint32_t dim, const float* angles, float (&y)[N][4],
-                                    const uint32_t* h, const uint32_t* quad, const bool* there) {
-    const uint32_t rope_quad = (dim - kRopeDim) / 4;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-        const size_t to = at + h[n] * dim + 4 * quad[n];
-        if (there[n]) *reinterpret_cast<float4*>(a.out + to) = make_float4(y[n][0], y[n][1], y[n][2], y[n][3]);
-        if (quad[n] >= rope_quad && a.mutant != 3) {
-            const float4 cs = reinterpret_cast<const float4*>(angles)[quad[n] - rope_quad];
-            turn(y[n][0], y[n][1], cs.x, -cs.y), turn(y[n][2], y[n][3], cs.z, -cs.w);
-        }
-        if (there[n] && a.turned != nullptr) {
-            *reinterpret_cast<float4*>(a.turned + to) = make_float4(y[n][0], y[n][1], y[n][2], y[n][3]);
-        }
-    }
-    if (a.codes == nullptr) return;
-    Quantised q[N];
-    quantise(y, q);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-        const size_t to = at + h[n] * dim + 4 * quad[n];
-        if (!there[n]) continue;
-        *reinterpret_cast<uint32_t*>(a.codes + to) = q[n].q;
-        if (threadIdx.x % 8 == 0) a.code_scales[to / 32] = q[n].d, a.code_sums[to / 32] = q[n].sums;
-    }
-}
-
-// Merges the block's share of every split, a head LANES lanes, ITEMS fours each. part(split, head, lane, ml, x): maximum and sum of
-// the split and the lane's fours; they come a few at a time.
-template <uint32_t TOGETHER, uint32_t LANES, uint32_t ITEMS, typename Part>
-__device__ __forceinline__ void merge_items(const LatentArgs& a, size_t at, uint32_t dim, uint32_t share, uint32_t splits,
-                                            const float* sink_of, const float* angles, Part part) {
-    const uint32_t lane = threadIdx.x % LANES, head = threadIdx.x / LANES, quads = dim / 4;
-    if (head >= kHeads) return;
-    const uint32_t heads = min(kHeads, a.heads - blockIdx.y * kHeads);
-    float y[ITEMS][4], m = -ARC_INF, l = 0.0f;
-#pragma unroll
-    for (uint32_t k = 0; k < ITEMS; ++k) y[k][0] = y[k][1] = y[k][2] = y[k][3] = 0.0f;
-    for (uint32_t first = 0; first < splits; first += TOGETHER) {
-        float2 ml[TOGETHER];
-        float4 x[TOGETHER][ITEMS];
-#pragma unroll
-        for (uint32_t s = 0; s < TOGETHER; ++s) part(min(first + s, splits - 1), head, lane, ml[s], x[s]);
-#pragma unroll
-        for (uint32_t s = 0; s < TOGETHER; ++s) {
-            if (first + s >= splits) continue;
-            float keep, add;
-            join(m, ml[s].x, keep, add);
-            l = joined(l, keep, ml[s].y, add);
-#pragma unroll
-            for (uint32_t k = 0; k < ITEMS; ++k) {
-                const float v[4] = {x[s][k].x, x[s][k].y, x[s][k].z, x[s][k].w};
-#pragma unroll
-                for (uint32_t e = 0; e < 4; ++e) y[k][e] = joined(y[k][e], keep, v[e], add);
-            }
-        }
-    }
-    const float factor = finish(m, l, sink_of[head]);
-    uint32_t h[ITEMS], quad[ITEMS];
-    bool there[ITEMS];
-#pragma unroll
-    for (uint32_t k = 0; k < ITEMS; ++k) {
-        h[k] = head, quad[k] = blockIdx.x * share + min(lane + 32 * k, share - 1);
-        there[k] = lane + 32 * k < share && head < heads && quad[k] < quads;
-#pragma unroll
-        for (uint32_t e = 0; e < 4; ++e) y[k][e] = __fmul_rn(y[k][e], factor);
-    }
-    put(a, at, dim, angles, y, h, quad, there);
-}
-
-template <uint32_t TOGETHER, typename Part>
-__device__ __forceinline__ void merge(const LatentArgs& a, size_t at, uint32_t dim, uint32_t share, uint32_t splits,
-                                      const float* sink_of, const float* angles, Part part) {
-    if (share > 32) {
-        merge_items<TOGETHER, 32, kItems>(a, at, dim, share, splits, sink_of, angles, part);
-    } else if (share > 16) {
-        merge_items<TOGETHER, 32, 1>(a, at, dim, share, splits, sink_of, angles, part);
-    } else {
-        merge_items<TOGETHER, 16, 1>(a, at, dim, share, splits, sink_of, angles, part);
-    }
-}
-
-// A block's share of a head's fours, of so many blocks: whole blocks of 32 values.
-__device__ __forceinline__ uint32_t share_of(uint32_t quads, uint32_t blocks) { return (quads + 8 * blocks - 1) / (8 * blocks) * 8; }
 
 // What all blocks of a row know of it: the query's list, its splits, its angles and sinks.
 __device__ __forceinline__ List list_of(const LatentArgs& a, uint32_t r, const RowInfo& info) {
@@ -291,8 +134,56 @@ struct HeadConsts {
     }
 };
 
-// PLANES: BF16 terms of a row's value. DIM: values of a row, or 0: as `a` says.
-template <uint32_t PLANES, uint32_t DIM>
+// The place of the n-th bit that is set, of more than n.
+__device__ __forceinline__ uint32_t nth_bit(uint64_t bits, uint32_t n) {
+    uint32_t at = 0;
+#pragma unroll
+    for (uint32_t half = 32; half > 0; half /= 2) {
+        const uint32_t below = __popcll(bits & ((1ull << half) - 1));
+        if (n >= below) n -= below, bits >>= half, at += half;
+    }
+    return at;
+}
+
+// Brings the block's split of a list that is chosen beside the product from the tiles, row by row, once it is known which keys
+// of every block are chosen: by a warp. Returns whether a score was NaN.
+__device__ __forceinline__ bool bring_chosen(const LatentArgs& a, const RowInfo& info, uint32_t to, uint64_t* landed) {
+    const uint32_t lane = threadIdx.x & 31, number = __ldcg(reinterpret_cast<const uint32_t*>(a.chosen));
+    const uint32_t visible = a.visible(info.pos), recent = info.pos + 1 - a.first_visible(info.pos);
+    const uint32_t bytes = 2 * a.dim, step = 2 * a.tile_row();
+    if (lane == 0) parcel_expect(landed, kRows * bytes);
+    uint4 mine = make_uint4(0, 0, 0, number);
+    if (lane * kChooserKeys < visible) {
+        do mine = look(a.chosen + 16 * (lane + 1));
+        while (mine.w != number);
+    }
+    // Chosen keys up to those of the lane's block.
+    uint32_t up_to = __popc(mine.x) + __popc(mine.y);
+#pragma unroll
+    for (uint32_t other = 1; other < 32; other *= 2) {
+        const uint32_t n = __shfl_up_sync(kFull, up_to, other);
+        if (lane >= other) up_to += n;
+    }
+#pragma unroll
+    for (uint32_t i = lane; i < (kRows + 31) / 32 * 32; i += 32) {
+        const uint32_t at = blockIdx.x * kRows + i, k = at - recent;
+        uint32_t block = 0;
+#pragma unroll
+        for (uint32_t half = 16; half > 0; half /= 2) {
+            if (__shfl_sync(kFull, up_to, block + half - 1) <= k) block += half;
+        }
+        const uint32_t before = __shfl_sync(kFull, up_to, block == 0 ? 0 : block - 1);
+        const uint64_t bits = (uint64_t)__shfl_sync(kFull, mine.y, block) << 32 | __shfl_sync(kFull, mine.x, block);
+        // The rows behind all others are zero.
+        const uint32_t row = at < recent ? at : recent + (k < a.top ? block * kChooserKeys + nth_bit(bits, k - (block == 0 ? 0 : before)) : visible);
+        if (i < kRows) bring_lines(to + i * step, reinterpret_cast<const uint8_t*>(a.tiles) + (size_t)min(row, kTileRows - 1) * step, bytes, shared_at(landed));
+    }
+    return __any_sync(kFull, mine.z != 0);
+}
+
+// PLANES: BF16 terms of a row's value. DIM: values of a row, or 0: as `a` says. TILES: what is usual of one row, and nothing else: a
+// cluster has its list in tiles, queries are sent, and every block has kHeads heads.
+template <uint32_t PLANES, uint32_t DIM, bool TILES>
 __device__ void attend(const LatentArgs& a, const StepView& view) {
     // BF16 terms of queries and weights: two where production's rows are read, in which every product counts; three hold all
     // of an f32, so that models of other widths, which are small, come as close to a golden as f32 does.
@@ -301,41 +192,53 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     __shared__ float part_m[kHeads], part_l[kHeads], total_m[kHeads], total_l[kHeads], keep_of[kHeads], add_of[kHeads];
     __shared__ float sink_of[kHeads];
     __shared__ float2 weight_of[kMostBlocks][kHeads];  // maximum and sum of every split, where all are local
-    __shared__ uint64_t parcel;                        // what other blocks send: these and the block's share of their sums
+    __shared__ uint64_t weighed, parcel;               // what other blocks send: these, and the block's share of their sums
     __shared__ uint64_t landed;                        // the block's rows, where they come as a tile
     __shared__ __align__(16) float angles[kRopeDim];
     __shared__ uint32_t table[kTable];                 // of the sequence's blocks, where rows are chosen
     const Marks marks(kMarkAttend);
     pdl_launch();
     const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-    const uint32_t r = blockIdx.z, first_head = blockIdx.y * kHeads, heads = min(kHeads, a.heads - first_head);
+    const uint32_t r = TILES ? 0 : blockIdx.z, first_head = blockIdx.y * kHeads, heads = TILES ? kHeads : min(kHeads, a.heads - first_head);
     const uint32_t dim = DIM != 0 ? DIM : a.dim, row_bytes = DIM != 0 && PLANES == 1 ? DIM + kRopeDim + 8 : a.row_bytes;
     const uint32_t stride = dim + 8, quads = dim / 4, rope_quad = (dim - kRopeDim) / 4;
     // One block takes all splits; or some do, and another kernel merges; or those of a cluster, one each at most.
-    const bool single = gridDim.x == 1, apart = a.apart != 0, local = !single && !apart;
+    const bool single = !TILES && gridDim.x == 1, apart = !TILES && a.apart != 0, local = !single && !apart;
+    // The row's list as a tile, which a warp brings, that of the sinks.
+    const bool tiles = TILES || (PLANES == 1 && local && a.tiles != nullptr), brings = tiles && warp == 1;
     // Everybody has begun, and a barrier, before anybody sends to another.
     if (local) {
-        if (thread == 0) parcel_init(&parcel), parcel_init(&landed);
+        if (thread == 0) parcel_init(&weighed), parcel_init(&parcel);
+        if (thread == 32) parcel_init(&landed);
         cluster_arrive_relaxed();
     }
-    // The row's list as a tile: a row that is not live has none, but what is there is brought before that is known.
-    const bool tiles = PLANES == 1 && local && a.tiles != nullptr;
     uint16_t* q = reinterpret_cast<uint16_t*>(dynamic);          // [kQueryTerms][kHeads][stride]
     uint16_t* rows = q + kQueryTerms * kHeads * stride;          // [kRows][stride]
-    if (tiles && thread == 0) {
+    auto bring_tile = [&]() {
         // Sixteen rows at a time.
         const uint32_t bytes = 16 * 2 * stride;
         parcel_expect(&landed, kRows / 16 * bytes);
         const uint8_t* tile = reinterpret_cast<const uint8_t*>(a.tiles) + (size_t)blockIdx.x * kRows / 16 * bytes;
         for (uint32_t i = 0; i < kRows / 16; ++i) bring_lines(shared_at(rows) + i * bytes, tile + i * bytes, bytes, shared_at(&landed));
-    }
+    };
+    // A row that is not live has none, but what is there is brought before that is known.
+    if (brings && lane == 0 && !(TILES && a.chosen != 0)) bring_tile();
     const RowInfo info = info_early(view, r);
-    const bool sent = PLANES == 1 && a.sent_q != 0;
+    const bool sent = TILES || (PLANES == 1 && a.sent_q != 0);
     const uint32_t tag = sent ? __ldcg(a.counts + 3) : 0;
     HeadConsts consts;
     consts.load(a, info);
     // Rows of several terms leave no registers for them.
     if (PLANES > 1) consts.store(angles, sink_of);
+    if (TILES && brings && a.chosen != 0) {
+        if (info.live && a.chooses(info.pos)) {
+            const bool faulty = bring_chosen(a, info, shared_at(rows), &landed);
+            // A score was NaN: so is what the heads read.
+            if (faulty) consts.x.x = ARC_NAN;
+        } else if (lane == 0) {
+            bring_tile();
+        }
+    }
     // The warp's head: values 4 lane + 128 j.
     float4 query[4];
     auto ask_queries = [&]() {
@@ -369,14 +272,23 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     if (sent && tiles) take_queries();
     const size_t out_at = ((size_t)r * a.heads + first_head) * dim;
     const List list = list_of(a, r, info);
-    const bool waits = !info.live || list.chosen != nullptr;
-    const uint32_t split_rows = split_len(a);
+    const bool waits = !info.live || (list.chosen != nullptr && !TILES);
+    const uint32_t split_rows = TILES ? kRows : split_len(a);
     // Rows that a warp brings, and what is chosen in the place of the lane's, if it is.
     constexpr uint32_t kOwn = kRows / kWarps;
     auto pick_of = [&](uint32_t split) {
         const uint32_t own = warp * kOwn + lane, i = split * split_rows + own;
         const bool chosen = list.chosen != nullptr && lane < kOwn && own < split_rows && i >= list.recent && i < list.n;
         return chosen ? list.chosen[i - list.recent] : 0;
+    };
+    // Whoever takes what is sent finds something.
+    auto send_all = [&](float scale) {
+        if constexpr (TILES) {
+            if (a.sent_codes == 0) return;
+            for (uint32_t i = blockIdx.x * kThreads + thread; i < 3 * (kHeads * dim / 32); i += gridDim.x * kThreads) {
+                send_three(a.sent_codes + 48 * (out_at / 32) + 16 * i, 0, 0, i % 3 == 2 ? __float_as_uint(scale) : 0, tag);
+            }
+        }
     };
     uint32_t pick = 0;
     const uint32_t* blocks = view.blocks + (size_t)info.slot * view.max_blocks;
@@ -389,9 +301,10 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         ask_queries();
         if (tiles) parcel_wait(&landed);
         if (PLANES == 1 && info.live) pick = pick_of(blockIdx.x);
-        const bool faulty = info.live && list.chosen[0] == 0xffffffffu;
+        const bool faulty = info.live && list.chosen[0] == kIndexFault;
         if (!info.live || faulty) {
-            const float fill = faulty ? ARC_NAN : 0.0f;
+            // NaN as arithmetic leaves it.
+            const float fill = faulty ? __int_as_float(0x7fffffff) : 0.0f;
             for (uint32_t i = blockIdx.x * kThreads + thread; i < heads * dim; i += gridDim.x * kThreads) {
                 const size_t at = out_at + i;
                 a.out[at] = fill;
@@ -400,6 +313,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                 a.codes[at] = 0;
                 if (at % 32 == 0) a.code_scales[at / 32] = fill, a.code_sums[at / 32] = 0;
             }
+            send_all(fill);
             return;
         }
     }
@@ -410,6 +324,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         if (!waits) pdl_wait();
         __syncthreads();
         if (tiles) parcel_wait(&landed);
+        send_all(0.0f);
         return;
     }
     float* scores = reinterpret_cast<float*>(rows + kRows * stride);                      // [kShares][kHeads][kScoreStride]
@@ -556,7 +471,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         cluster_wait();
         // The block's share of every split's sums, and their weights.
         const uint32_t fours = min(share, quads - min(quads, blockIdx.x * share));
-        if (thread == 0) parcel_expect(&parcel, splits * kHeads * (fours != 0 ? 4 * share_stride + 8 : 8));
+        if (thread == 0) parcel_expect(&weighed, splits * kHeads * 8), parcel_expect(&parcel, fours != 0 ? splits * kHeads * 4 * share_stride : 0);
     }
     for (uint32_t split = blockIdx.x; split < splits; split += gridDim.x) {
         const uint32_t here = min(split_rows, list.n - split * split_rows);
@@ -571,11 +486,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
             for (uint32_t j = 0; j < 8; ++j) c[i][j / 4][j % 4] = 0.0f;
         }
         for (uint32_t plane = 0; plane < PLANES; ++plane) {
-            if (tiles) {
-                parcel_wait(&landed);
-            } else {
-                bring(plane);
-            }
+            if (!tiles) bring(plane);
             if (split == blockIdx.x && plane == 0) {
                 if (PLANES == 1) consts.store(angles, sink_of);
                 marks.mark(3);
@@ -589,6 +500,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                 cut_queries();
                 marks.mark(7);
             }
+            if (tiles) parcel_wait(&landed);
             __syncthreads();
 #pragma unroll
             for (uint32_t i = 0; i < kMaxLatent / 16 / kShares; ++i) {
@@ -658,7 +570,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         for (int half = 16; half > 0; half >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(kFull, sum, half));
         if (local) {
             if (lane < gridDim.x) {
-                send2(in_block(shared_at(&weight_of[split][warp]), lane), in_block(shared_at(&parcel), lane), top, sum);
+                send2(in_block(shared_at(&weight_of[split][warp]), lane), in_block(shared_at(&weighed), lane), top, sum);
             }
         } else if (lane == 0) {
             part_m[warp] = top, part_l[warp] = sum;
@@ -787,24 +699,62 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
             const bool there[1] = {i < heads * quads};
             const float4 x = *reinterpret_cast<const float4*>(part + h[0] * part_stride + 4 * quad[0]);
             float y[1][4] = {{x.x, x.y, x.z, x.w}};
-            put(a, out_at, dim, angles, y, h, quad, there);
+            put(a, out_at, dim, angles, y, h, quad, there, 0);
         }
         return;
     }
     if (apart) return;
-    // The cluster's blocks merge, each its share.
-    parcel_wait(&parcel);
-    marks.mark(5);
-    // What a block has sent is read from its shared memory until everybody has received everything.
-    cluster_arrive_relaxed();
-    merge<PLANES == 1 ? 2 : 1>(a, out_at, dim, share, splits, sink_of, angles,
-                               [&](uint32_t split, uint32_t head, uint32_t lane, float2& ml, auto& x) {
-        ml = weight_of[split][head];
+    // The cluster's blocks merge, each its share: how splits are weighed is known before their sums come.
+    by_share(share, [&](auto lanes, auto items) {
+        constexpr uint32_t kLanes = decltype(lanes)::n, kFours = decltype(items)::n;
+        const uint32_t head = thread / kLanes, first = thread % kLanes;
+        const bool merges = head < kHeads;
+        float keep[kMostBlocks], add[kMostBlocks], factor = 0.0f;
+        if (merges) {
+            parcel_wait(&weighed);
+            // A lane finds out how its split joins those before, and tells the head's others.
+            float m = -ARC_INF, l = 0.0f, own_keep, own_add;
+            const uint32_t own = min(first, splits - 1);
 #pragma unroll
-        for (uint32_t k = 0; k < sizeof(x) / sizeof(float4); ++k) {
-            const uint32_t i = min(lane + 32 * k, share - 1);
-            x[k] = *reinterpret_cast<const float4*>(received + (split * kHeads + head) * share_stride + 4 * i);
+            for (uint32_t s = 0; s < kMostBlocks; ++s) {
+                const float other = weight_of[s][head].x;
+                m = s < own && other > m ? other : m;
+            }
+            join(m, weight_of[own][head].x, own_keep, own_add);
+#pragma unroll
+            for (uint32_t s = 0; s < kMostBlocks; ++s) {
+                keep[s] = __shfl_sync(kFull, own_keep, s, kLanes), add[s] = __shfl_sync(kFull, own_add, s, kLanes);
+                if (s < splits) l = joined(l, keep[s], weight_of[s][head].y, add[s]);
+            }
+            factor = finish(__shfl_sync(kFull, m, splits - 1, kLanes), l, sink_of[head]);
         }
+        parcel_wait(&parcel);
+        marks.mark(5);
+        // What a block has sent is read from its shared memory until everybody has received everything.
+        cluster_arrive_relaxed();
+        if (!merges) return;
+        float y[kFours][4];
+#pragma unroll
+        for (uint32_t k = 0; k < kFours; ++k) y[k][0] = y[k][1] = y[k][2] = y[k][3] = 0.0f;
+        constexpr uint32_t kTogether = 4;
+#pragma unroll
+        for (uint32_t before = 0; before < kMostBlocks; before += kTogether) {
+            if (before >= splits) continue;
+            float4 x[kTogether][kFours];
+#pragma unroll
+            for (uint32_t s = 0; s < kTogether; ++s) {
+#pragma unroll
+                for (uint32_t k = 0; k < kFours; ++k) {
+                    const uint32_t split = min(before + s, splits - 1), i = min(first + 32 * k, share - 1);
+                    x[s][k] = *reinterpret_cast<const float4*>(received + (split * kHeads + head) * share_stride + 4 * i);
+                }
+            }
+#pragma unroll
+            for (uint32_t s = 0; s < kTogether; ++s) {
+                if (before + s < splits) join_items(y, keep[before + s], x[s], add[before + s]);
+            }
+        }
+        leave_merged<kLanes>(a, out_at, dim, share, factor, angles, y, tag);
     });
     marks.mark(6);
     cluster_wait();
@@ -813,9 +763,10 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
 }  // namespace
 
 // Grid: (blocks of splits, groups of 16 heads, rows).
-extern "C" __global__ void __launch_bounds__(512, 1) latent_attend_512(LatentArgs a, StepView view) { attend<1, 512>(a, view); }
-extern "C" __global__ void __launch_bounds__(512, 1) latent_attend_packed(LatentArgs a, StepView view) { attend<1, 0>(a, view); }
-extern "C" __global__ void __launch_bounds__(512, 1) latent_attend_f32(LatentArgs a, StepView view) { attend<3, 0>(a, view); }
+extern "C" __global__ void __launch_bounds__(512, 1) latent_attend_tiles(LatentArgs a, StepView view) { attend<1, 512, true>(a, view); }
+extern "C" __global__ void __launch_bounds__(512, 1) latent_attend_512(LatentArgs a, StepView view) { attend<1, 512, false>(a, view); }
+extern "C" __global__ void __launch_bounds__(512, 1) latent_attend_packed(LatentArgs a, StepView view) { attend<1, 0, false>(a, view); }
+extern "C" __global__ void __launch_bounds__(512, 1) latent_attend_f32(LatentArgs a, StepView view) { attend<3, 0, false>(a, view); }
 
 // Merges what blocks apart left in `parts`. Grid: (shares of a head's values, groups of 16 heads, rows).
 extern "C" __global__ void __launch_bounds__(512, 1) latent_merge(LatentArgs a, StepView view) {
@@ -831,20 +782,43 @@ extern "C" __global__ void __launch_bounds__(512, 1) latent_merge(LatentArgs a, 
     __syncthreads();
     pdl_wait();
     // Those rows are complete.
-    if (!info.live || (list.chosen != nullptr && list.chosen[0] == 0xffffffffu)) return;
+    if (!info.live || (list.chosen != nullptr && list.chosen[0] == kIndexFault)) return;
     const uint32_t share = share_of(a.dim / 4, gridDim.x), splits = (list.n + split_len(a) - 1) / split_len(a);
     if (splits > a.most_splits) return;
     const float* parts = a.parts + (size_t)r * a.heads * a.most_splits * (a.dim + 2);
     const size_t at = ((size_t)r * a.heads + first_head) * a.dim;
-    merge<8>(a, at, a.dim, share, splits, sink_of, angles, [&](uint32_t split, uint32_t head, uint32_t lane, float2& ml, auto& x) {
-        const float* part = parts + ((size_t)min(first_head + head, a.heads - 1) * a.most_splits + split) * (a.dim + 2);
-        ml = *reinterpret_cast<const float2*>(part + a.dim);
+    by_share(share, [&](auto lanes, auto items) {
+        constexpr uint32_t kLanes = decltype(lanes)::n, kFours = decltype(items)::n, kTogether = 8;
+        const uint32_t lane = threadIdx.x % kLanes, head = threadIdx.x / kLanes;
+        if (head >= kHeads) return;
+        float y[kFours][4], m = -ARC_INF, l = 0.0f;
 #pragma unroll
-        for (uint32_t k = 0; k < sizeof(x) / sizeof(float4); ++k) {
-            const float* from = part + 4 * min(blockIdx.x * share + min(lane + 32 * k, share - 1), a.dim / 4 - 1);
-            const float2 low = *reinterpret_cast<const float2*>(from), high = *reinterpret_cast<const float2*>(from + 2);
-            x[k] = make_float4(low.x, low.y, high.x, high.y);
+        for (uint32_t k = 0; k < kFours; ++k) y[k][0] = y[k][1] = y[k][2] = y[k][3] = 0.0f;
+        for (uint32_t first = 0; first < splits; first += kTogether) {
+            float2 ml[kTogether];
+            float4 x[kTogether][kFours];
+#pragma unroll
+            for (uint32_t s = 0; s < kTogether; ++s) {
+                const uint32_t split = min(first + s, splits - 1);
+                const float* part = parts + ((size_t)min(first_head + head, a.heads - 1) * a.most_splits + split) * (a.dim + 2);
+                ml[s] = *reinterpret_cast<const float2*>(part + a.dim);
+#pragma unroll
+                for (uint32_t k = 0; k < kFours; ++k) {
+                    const float* from = part + 4 * min(blockIdx.x * share + min(lane + 32 * k, share - 1), a.dim / 4 - 1);
+                    const float2 low = *reinterpret_cast<const float2*>(from), high = *reinterpret_cast<const float2*>(from + 2);
+                    x[s][k] = make_float4(low.x, low.y, high.x, high.y);
+                }
+            }
+#pragma unroll
+            for (uint32_t s = 0; s < kTogether; ++s) {
+                if (first + s >= splits) continue;
+                float keep, add;
+                join(m, ml[s].x, keep, add);
+                l = joined(l, keep, ml[s].y, add);
+                join_items(y, keep, x[s], add);
+            }
         }
+        leave_merged<kLanes>(a, at, a.dim, share, finish(m, l, sink_of[head]), angles, y, 0);
     });
 }
 

@@ -46,11 +46,16 @@ struct LatentArgs {
     // The number of the launch before, arrivals and departures, and for the attention the number of this one; and how many
     // arrivals there will be.
     uint32_t* counts;
-    // Of one row: where latent_rows leaves the list of the attention as it reads it, BF16 in rows of `tile_row` numbers, splits
-    // one behind the other; or null.
+    // Of one row: where latent_rows leaves all that the attention may read as it reads it, BF16 in rows of `tile_row` numbers: the
+    // recent rows, the compressed ones, and then rows of zeros to the end of a split, at least one; or null.
     uint16_t* tiles;
     // Where blocks of latent_rows arrive when what they leave is there, for a kernel that begins with it; or null.
     uint32_t* left;
+    // Where the attention takes from the tiles what is chosen beside the product (choose.cu): the number of the choice, and 16
+    // bytes behind it which keys of every block are chosen; or 0.
+    uint64_t chosen;
+    // Where `codes` with their scales are sent as they are made, each block of 32 with the number that queries were sent with; or 0.
+    uint64_t sent_codes;
     uint32_t due;
 
     __device__ uint32_t first_visible(uint32_t pos) const { return pos + 1 > window_len ? pos + 1 - window_len : 0; }
@@ -59,10 +64,16 @@ struct LatentArgs {
     }
     // Numbers from one row of a tile to the next, in shared memory too: eight rows at the same place meet no bank twice.
     __device__ uint32_t tile_row() const { return dim + 8; }
+    // Compressed rows that are visible, and whether the attention reads a choice of them.
+    __device__ uint32_t visible(uint32_t pos) const { return rows.ratio == 0 ? 0 : rows.visible(pos); }
+    __device__ bool chooses(uint32_t pos) const { return top != 0 && visible(pos) > top; }
     // Whether rows of a run this long may enter the ring before the step's attention has read it.
     __device__ bool short_run(const RowInfo& info) const { return info.back + info.ahead + 1 <= ring - window_len + 1; }
 };
-static_assert(sizeof(LatentArgs) == 360);
+static_assert(sizeof(LatentArgs) == 376);
+
+// Rows that there is room for in tiles: TILE_ROWS of latent/cuda.rs. Keys of a block of index_choose.
+constexpr uint32_t kTileRows = 2304, kChooserKeys = 64;
 
 // Rows of a split of the attention, which sums their values together.
 constexpr uint32_t kSplitRows = 80;

@@ -2,7 +2,7 @@
 //
 // latent_rows    rows and index queries, a warp each; and per compressor a block that pools the row which the token
 //                completes. Tokens of short runs enter their rings here, since nothing that this step still reads stands
-//                there. Of one row, blocks leave the list of the attention as tiles of BF16. One block more does what the
+//                there. Of one row, blocks leave what the attention may read as tiles of BF16. One block more does what the
 //                site before has put off (hc.cu). With `left`, a kernel that needs little of it (`index_choose`) begins
 //                with it. Exact.
 // latent_rings   the tokens of longer runs, after the attention that reads what they overwrite. Exact.
@@ -17,14 +17,14 @@ namespace {
 // Rows of a step up to which `latent_rows` runs ahead, and sends for what the attention will read: matmul/cuda.rs's
 // FEW_ROWS.
 constexpr uint32_t kFewRows = 8;
-// Rows of a list that are sent for: what the attention begins with, or all that there is room for in tiles.
+// Rows of a list that are sent for: what the attention begins with.
 constexpr uint32_t kMostAhead = 640;
 
-// Leaves row `i` of a list in its tile, as storing left it, by a warp.
+// Leaves row `i` in its tile, as storing left it, by a warp.
 __device__ __forceinline__ void leave_in_tile(const LatentArgs& a, uint32_t i, const float (&x)[kLaneValues]) {
     const uint32_t lane = threadIdx.x & 31;
     // More than there is room for: the attention finds that out.
-    if (i >= kMostAhead) return;
+    if (i >= kTileRows) return;
     uint16_t* to = a.tiles + (size_t)i * a.tile_row();
 #pragma unroll
     for (uint32_t j = 0; j < kLaneValues; ++j) {
@@ -108,16 +108,16 @@ __device__ void make_row(const LatentArgs& a, uint32_t r, const RowInfo& info, u
     if (a.tiles != nullptr) leave_in_tile(a, info.pos - a.first_visible(info.pos), x);
 }
 
-// Leaves the list of a row in tiles, but for the rows that are made in this step; what follows it up to the end of a split is
-// zero. By warp `warp` of `warps`.
+// Leaves what the attention of a row may read in tiles, but for the rows that are made in this step; what follows is zero. By warp
+// `warp` of `warps`.
 __device__ void unpack(const LatentArgs& a, const StepView& view, const RowInfo& info, uint32_t warp, uint32_t warps) {
     const uint32_t* blocks = view.blocks + (size_t)info.slot * view.max_blocks;
     const uint32_t lane = threadIdx.x & 31, first = a.first_visible(info.pos), recent = info.pos + 1 - first;
-    const uint32_t visible = a.rows.ratio == 0 ? 0 : a.rows.visible(info.pos), n = recent + visible;
+    const uint32_t n = recent + a.visible(info.pos);
     const bool completes = a.rows.ratio != 0 && (info.pos + 1) % a.rows.ratio == 0;
     const uint32_t nope = a.dim - kRopeDim, codes = nope / 8, words = codes + kRopeDim / 4;
 #pragma unroll 1
-    for (uint32_t i = warp; i < min((n + kSplitRows - 1) / kSplitRows * kSplitRows, kMostAhead); i += warps) {
+    for (uint32_t i = warp; i < min((n / kSplitRows + 1) * kSplitRows, kTileRows); i += warps) {
         if (i == recent - 1 || (completes && i + 1 == n)) continue;
         const uint8_t* row = i < recent ? a.in_window(info.slot, first + i)
                              : i < n    ? a.rows.rows + a.rows.place(blocks, i - recent) * a.row_bytes
@@ -150,8 +150,7 @@ __device__ void send_for_rows(const LatentArgs& a, const StepView& view, uint32_
                               uint32_t threads) {
     const uint32_t* blocks = view.blocks + (size_t)info.slot * view.max_blocks;
     const uint32_t first = a.first_visible(info.pos), recent = info.pos - first;
-    const uint32_t visible = a.rows.ratio == 0 ? 0 : a.rows.visible(info.pos);
-    const uint32_t n = a.tiles != nullptr ? 0 : min(recent + (a.top != 0 && visible > a.top ? 0 : visible), kMostAhead);
+    const uint32_t n = a.tiles != nullptr ? 0 : min(recent + (a.chooses(info.pos) ? 0 : a.visible(info.pos)), kMostAhead);
 #pragma unroll 4
     for (uint32_t i = thread; i < n; i += threads) {
         const uint8_t* row = i < recent ? a.in_window(info.slot, first + i)

@@ -21,17 +21,23 @@ __device__ __forceinline__ uint4 look(uint64_t at) {
     return make_uint4((uint32_t)low, (uint32_t)(low >> 32), (uint32_t)high, (uint32_t)(high >> 32));
 }
 
-// 32 values, one a lane, as int8 to all blocks: three words, `step` bytes from one to the next, of codes and then the scale.
+// Blocks of 32 values as int8, of which every eight lanes have one, where `sends`: three words, `step` bytes from one to the next, of
+// codes and then the scale.
+__device__ __forceinline__ void send_block(const Quantised& made, bool sends, uint64_t to, uint32_t step, uint32_t tag) {
+    const uint32_t lane = threadIdx.x & 7, l = min(lane, 2u);
+    const uint32_t x = __shfl_sync(~0u, made.q, 3 * l, 8), y = __shfl_sync(~0u, made.q, 3 * l + 1, 8);
+    const uint32_t z = __shfl_sync(~0u, made.q, 3 * l + 2, 8);
+    if (sends && lane < 3) send_three(to + step * lane, x, y, lane == 2 ? __float_as_uint(made.d) : z, tag);
+}
+// 32 values, one a lane, to all blocks.
 __device__ __forceinline__ void send_codes_apart(float v, uint64_t to, uint32_t step, uint32_t tag) {
-    const uint32_t lane = threadIdx.x & 31, l = min(lane, 2u);
+    const uint32_t lane = threadIdx.x & 31;
     float four[1][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) four[0][i] = __shfl_sync(~0u, v, 4 * (lane & 7) + i);
     Quantised made[1];
     quantise(four, made);
-    const uint32_t x = __shfl_sync(~0u, made[0].q, 3 * l), y = __shfl_sync(~0u, made[0].q, 3 * l + 1);
-    const uint32_t z = __shfl_sync(~0u, made[0].q, 3 * l + 2);
-    if (lane < 3) send_three(to + step * lane, x, y, lane == 2 ? __float_as_uint(made[0].d) : z, tag);
+    send_block(made[0], lane < 8, to, step, tag);
 }
 // Block `at` of the row.
 __device__ __forceinline__ void send_codes(float v, uint64_t to, size_t at, uint32_t tag) { send_codes_apart(v, to + 48 * at, 16, tag); }

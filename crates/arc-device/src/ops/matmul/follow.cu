@@ -66,12 +66,14 @@ struct Follow {
     // Where outputs behind no norm are sent for the site behind, and the word after `counts` says with which number. Null:
     // nobody wants to know.
     uint64_t site;
+    // Where the inputs of the first are sent, as `send_codes` does, and their number. Null: they are there when all before has ended.
+    uint64_t taken, taken_number;
     float eps;
     uint32_t split, row_groups, cols;  // columns of the first
     // Partial sums of the first, of the index query and of the second, and angles, from the inputs on.
     uint32_t first_at, index_at, second_at, angles_at;
 };
-static_assert(sizeof(Follow) == 256);
+static_assert(sizeof(Follow) == 272);
 
 // The thread's number, and an address, as if nobody knew them before: what follows from them does not wait in registers, which
 // are few.
@@ -282,10 +284,12 @@ struct Following {
         }
         const uint32_t warp = threadIdx.x >> 5;
         // Who takes what is sent begins when everything before this one has ended.
-        const bool sends = !NORMED && p.site != 0;
+        const bool sends = !NORMED && p.site != 0, takes = !NORMED && p.taken != 0;
         if (!NORMED && !sends) pdl_launch();
-        pdl_wait();
-        if (NORMED || (sends && blockIdx.x != 0)) pdl_launch();
+        if (!takes) {
+            pdl_wait();
+            if (NORMED || (sends && blockIdx.x != 0)) pdl_launch();
+        }
         Marks::mark(words() + 3, 2);
         uint32_t* counts = reinterpret_cast<uint32_t*>(p.counts);
         if (threadIdx.x == 0) words()[0] = __ldcg(counts) + 1;
@@ -303,8 +307,12 @@ struct Following {
             for (uint32_t i = 4 * threadIdx.x; i < p.cols; i += 4 * kThreads) copy16(to + i / 256 * 260 + i % 256, from + i);
         } else if (part(kFirst).groups != 0) {
             const size_t row = part(kFirst).first / p.row_groups;
-            bring_codes(reinterpret_cast<const uint8_t*>(p.q) + row * p.cols,
-                        reinterpret_cast<const uint8_t*>(p.d) + row * (p.cols / 8), p.cols, inputs);
+            if (takes) {
+                take_codes(p.taken + 48 * (row * (p.cols / 32)), p.cols, __ldcg(reinterpret_cast<const uint32_t*>(p.taken_number)), inputs);
+            } else {
+                bring_codes(reinterpret_cast<const uint8_t*>(p.q) + row * p.cols,
+                            reinterpret_cast<const uint8_t*>(p.d) + row * (p.cols / 8), p.cols, inputs);
+            }
         }
         copies_landed();
         sync();
@@ -389,6 +397,10 @@ struct Following {
                 if (INDEX) copies_landed();
             } else {
                 // There is time now.
+                if (takes) {
+                    pdl_wait();
+                    if (sends && blockIdx.x != 0) pdl_launch();
+                }
                 if (sends && blockIdx.x == 0 && threadIdx.x == 0) pdl_launch_as(this_place(p.counts) + 1, tag);
                 take_codes(p.sent, 1024 * p.second.tiles, tag, inputs);
             }

@@ -128,6 +128,8 @@ struct Follow {
     weights: u64,
     number: u64,
     site: u64,
+    taken: u64,
+    taken_number: u64,
     eps: f32,
     split: u32,
     row_groups: u32,
@@ -137,7 +139,7 @@ struct Follow {
     second_at: u32,
     angles_at: u32,
 }
-const _: () = assert!(size_of::<Follow>() == 256);
+const _: () = assert!(size_of::<Follow>() == 272);
 
 /// A matrix whose groups stand one behind the other, all of one format, and so do its outputs.
 fn run(w: &CudaMatrix, format: Format) -> Option<Run> {
@@ -303,6 +305,8 @@ impl Cuda {
             weights: query.and_then(|query| query.weights).map_or(0, |(weights, _)| weights),
             number: query.and_then(|query| query.weights).map_or(0, |(_, number)| number),
             site: 0,
+            taken: 0,
+            taken_number: 0,
             eps: norm.eps,
             split,
             row_groups: first[0].groups,
@@ -332,13 +336,15 @@ impl Cuda {
     }
 
     /// `out = w * x` of one row, where `x` is the outputs of the product held back, which was by parts with `from`: in one
-    /// launch with it. `false`: nothing was done.
+    /// launch with it. `heads`: where its inputs are sent, and the address of their number; `None`: they are there when everything
+    /// before has ended. `false`: nothing was done.
     pub(crate) fn follow(
         &mut self,
         from: &CudaMatrix,
         x: &CudaBuf<f32>,
         w: &CudaMatrix,
         out: &CudaBuf<f32>,
+        heads: Option<(u64, u64)>,
     ) -> Result<bool> {
         let Some(held) = self.matmul.held.clone() else { return Ok(false) };
         let product = &held.product;
@@ -382,6 +388,8 @@ impl Cuda {
             weights: 0,
             number: 0,
             site: sent.map_or(0, |sent| sent.pairs),
+            taken: heads.map_or(0, |(at, _)| at),
+            taken_number: heads.map_or(0, |(_, number)| number),
             eps: 0.0,
             split: blocks,
             row_groups,

@@ -1,0 +1,49 @@
+// What blocks of a cluster send one another, and what a block brings, by copies that count themselves.
+#pragma once
+
+#include "cluster.cuh"
+#include "ops/matmul/tiles.cuh"
+
+namespace arc {
+
+// Whole lines from this block's shared memory to another's, whose `bar` counts them.
+__device__ __forceinline__ void send_lines(uint32_t to, uint32_t from, uint32_t bytes, uint32_t bar) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "r"(from),
+                 "r"(bytes), "r"(bar)
+                 : "memory");
+}
+
+// Whole lines from global memory to this block's shared memory.
+__device__ __forceinline__ void bring_lines(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+                 "r"(bytes), "r"(bar)
+                 : "memory");
+}
+
+// A barrier that waits for one thread, which tells how many bytes are to come from the cluster, and for these.
+__device__ __forceinline__ void parcel_init(uint64_t* bar) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(shared_at(bar)) : "memory");
+}
+__device__ __forceinline__ void parcel_expect(uint64_t* bar, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_at(bar)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void parcel_wait(uint64_t* bar) {
+    asm volatile(
+        "{\n.reg .pred done;\nmore:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n@!done bra more;\n}" ::"r"(shared_at(bar))
+        : "memory");
+}
+
+// Eight bytes from global to shared memory; complete after copies_landed().
+__device__ __forceinline__ void copy_async(void* shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_at(shared)), "l"(global) : "memory");
+}
+
+// Two values to another block, whose `bar` counts them.
+__device__ __forceinline__ void send2(uint32_t to, uint32_t bar, float x, float y) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to), "f"(x), "f"(y),
+                 "r"(bar)
+                 : "memory");
+}
+
+}  // namespace arc
