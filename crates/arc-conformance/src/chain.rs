@@ -449,7 +449,8 @@ fn chosen(suite: &mut Suite) {
         }))
     };
     for choice in [at(40, 16), at(399, 16), at(402, 16), at(2100, 512), at(3999, 512)] {
-        let name = format!("chain/one row's choice/{} of {}", choice.top, KEYS.visible(choice.pos as u32));
+        let visible = KEYS.visible(choice.pos as u32);
+        let name = format!("chain/one row's choice/{} of {visible} at {}", choice.top, choice.pos);
         suite.case(&name, |suite| same(suite, [choice; 2], Mutant::None));
     }
     let long = Choice { room: LONG, ..at(70_000, 512) };

@@ -1,11 +1,11 @@
 //! `arc-conformance`: every family's and stage's cases on the CPU and on a GPU, compared.
 //!
 //! ```text
-//! arc-conformance [--require-gpu] [--perf] [--device N] [--model PATH]... [FILTER...]
+//! arc-conformance [--require-gpu] [--perf] [--list] [--device N] [--model PATH]... [FILTER...]
 //! ```
 //!
 //! Exact families compare bits, bounded ones report the largest error and where it is. `--model` adds
-//! whole models: greedy texts, invariance, what a decode step costs. `--perf` measures instead. Without
+//! whole models: greedy texts, invariance, what a decode step costs. `--perf` measures instead, `--list` names cases. Without
 //! a GPU the program says what it skipped and exits 0; with `--require-gpu` it exits 2. A failed case: exit 1.
 
 #![forbid(unsafe_code)]
@@ -36,16 +36,18 @@ use std::process::ExitCode;
 
 use suite::Suite;
 
-const USAGE: &str = "usage: arc-conformance [--require-gpu] [--perf] [--device N] [--model PATH]... [FILTER...]";
+const USAGE: &str =
+    "usage: arc-conformance [--require-gpu] [--perf] [--list] [--device N] [--model PATH]... [FILTER...]";
 
 fn main() -> ExitCode {
-    let (mut require, mut perf, mut ordinal) = (false, false, 0);
+    let (mut require, mut perf, mut list, mut ordinal) = (false, false, false, 0);
     let (mut filters, mut models) = (Vec::new(), Vec::new());
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         match &*arg {
             "--require-gpu" => require = true,
             "--perf" => perf = true,
+            "--list" => list = true,
             "--device" => match args.next().and_then(|n| n.parse().ok()) {
                 Some(n) => ordinal = n,
                 None => return usage("--device takes a number"),
@@ -60,7 +62,9 @@ fn main() -> ExitCode {
         }
     }
     let mut suite = Suite::new(ordinal, perf, filters);
-    if let Err(why) = suite.look() {
+    if list {
+        suite = suite.list();
+    } else if let Err(why) = suite.look() {
         eprintln!("skipped: every case, since {why}");
         return ExitCode::from(if require { 2 } else { 0 });
     }

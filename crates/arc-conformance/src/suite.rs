@@ -17,6 +17,8 @@ pub type Verdict = Result<String, String>;
 pub struct Suite {
     ordinal: usize,
     perf: bool,
+    /// Cases are named and not run.
+    list: bool,
     filters: Vec<String>,
     passed: usize,
     failed: Vec<String>,
@@ -33,7 +35,12 @@ pub struct Pair {
 impl Suite {
     /// A suite of the cases whose names contain one of `filters`, or of all.
     pub fn new(ordinal: usize, perf: bool, filters: Vec<String>) -> Suite {
-        Suite { ordinal, perf, filters, passed: 0, failed: Vec::new() }
+        Suite { ordinal, perf, list: false, filters, passed: 0, failed: Vec::new() }
+    }
+
+    /// The same, which only names its cases.
+    pub fn list(self) -> Suite {
+        Suite { list: true, ..self }
     }
 
     /// Says on what it runs, or why it cannot.
@@ -95,6 +102,10 @@ impl Suite {
     }
 
     fn run(&mut self, name: &str, run: impl FnOnce(&Suite) -> Verdict) {
+        if self.list {
+            println!("{name}");
+            return;
+        }
         let started = Instant::now();
         let verdict = catch_unwind(AssertUnwindSafe(|| run(self))).unwrap_or_else(|panic| {
             let text = panic.downcast_ref::<String>().cloned();
@@ -115,6 +126,9 @@ impl Suite {
 
     /// The summary.
     pub fn finish(self) -> ExitCode {
+        if self.list {
+            return ExitCode::SUCCESS;
+        }
         println!("{} passed, {} failed {:?}", self.passed, self.failed.len(), self.failed);
         ExitCode::from(u8::from(!self.failed.is_empty()))
     }

@@ -1,4 +1,4 @@
-//! A run without a GPU says so, and does not pass where one was required.
+//! A run without a GPU says so, and does not pass where one was required. Cases can be named without one.
 
 use std::process::{Command, Output};
 
@@ -23,4 +23,16 @@ fn a_wrong_option_is_told() {
     let output = run(&["--requires-gpu"]);
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("unknown option --requires-gpu"), "{output:?}");
+}
+
+#[test]
+fn every_case_has_a_name_of_its_own() {
+    let output = run(&["--list"]);
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let mut names: Vec<&str> = said.lines().collect();
+    assert!(names.len() > 500, "{} cases", names.len());
+    names.sort_unstable();
+    let twice: Vec<&str> = names.windows(2).filter(|pair| pair[0] == pair[1]).map(|pair| pair[0]).collect();
+    assert!(twice.is_empty(), "{twice:?}");
 }
