@@ -18,7 +18,7 @@ use arc_device::ops_v4::{
 use arc_device::step::{CtxClass, Part, StepDelta, StepKey};
 use arc_device::{Alloc, Landing, MemoryClass, ModelShape, Norm, Readback, Steps};
 
-use crate::compare::{all, equal, equal_bits, equal_or_nan, within};
+use crate::compare::{all, equal, equal_bits, equal_or_nan, launches, within};
 use crate::inputs::Rng;
 use crate::latent::stored;
 use crate::moe::{matrix, table};
@@ -193,6 +193,38 @@ struct Attention {
     alone: [Vec<f32>; 2],
     /// What a site behind `y` leaves, twice of other heads: in the same step, and in one of its own.
     sites: [[Vec<f32>; 2]; 2],
+    /// What was launched up to the rows of attention, from there to `y`, for `alone`, and for `sites` as they came.
+    launched: Vec<Vec<&'static str>>,
+}
+
+/// What a GPU launched in its last step.
+fn of_gpu(gpu: &Cuda) -> Vec<&'static str> {
+    gpu.launched().collect()
+}
+
+/// That products share launches where a step has them together, that the site takes outputs as they are sent, and neither
+/// where a step has one stage.
+fn shared(of: &Attention, together: bool) -> Verdict {
+    let (first, follow) = (["arc_matmul_follow_normed"], ["arc_matmul_follow"]);
+    let (sent, alone) = (["arc_hc_site_sent"], ["arc_hc_site_cluster"]);
+    let [before, heads, parts @ ..] = &of.launched[..] else { return Err("few steps".to_owned()) };
+    let [a, b, sites @ ..] = parts else { return Err("few steps".to_owned()) };
+    let mut verdicts = vec![
+        match together {
+            true => launches("arc_matmul_", &first, before),
+            false => launches("arc_matmul_follow", &[], before),
+        },
+        launches("arc_matmul_", &follow, heads),
+        launches("arc_matmul_follow", &[], a),
+        launches("arc_matmul_follow", &[], b),
+    ];
+    for site in sites.chunks(3) {
+        verdicts.push(launches("arc_matmul_", &follow, &site[0]));
+        verdicts.push(launches("arc_hc_site", &sent, &site[0]));
+        verdicts.push(launches("arc_matmul_", &follow, &site[1]));
+        verdicts.push(launches("arc_hc_site", &alone, &site[2]));
+    }
+    all(verdicts)
 }
 
 /// Products of one row that share a launch: those behind the site with the queries', and the output projections.
@@ -201,12 +233,14 @@ fn followed(suite: &mut Suite) {
         let name = pool.map_or("none".to_owned(), |groups: usize| format!("2 x {}", 8 * groups));
         suite.case(&format!("chain/one row through attention/pool {name}"), |suite| {
             let mut pair = suite.pair(limits(1, CONTEXT));
-            let want = attend(&mut pair.cpu, pool, HEADS, true).map_err(|error| error.to_string())?;
-            let got = attend(&mut pair.gpu, pool, HEADS, true).map_err(|error| error.to_string())?;
+            let want = attend(&mut pair.cpu, pool, HEADS, true, |_| Vec::new()).map_err(|error| error.to_string())?;
+            let got = attend(&mut pair.gpu, pool, HEADS, true, of_gpu).map_err(|error| error.to_string())?;
             // Nothing is sent from launch to launch.
             let mut other = suite.pair(limits(1, CONTEXT));
-            let apart = attend(&mut other.gpu, pool, HEADS, false).map_err(|error| error.to_string())?;
+            let apart = attend(&mut other.gpu, pool, HEADS, false, of_gpu).map_err(|error| error.to_string())?;
             all([
+                shared(&got, true),
+                shared(&apart, false),
                 equal_or_nan(&want.low, &got.low),
                 equal_or_nan(&want.kv, &got.kv),
                 equal_or_nan(&apart.pool, &got.pool),
@@ -232,20 +266,20 @@ fn followed(suite: &mut Suite) {
         suite.mutant(&format!("chain/one row behind another norm/pool {name}"), |suite| {
             let mut pair = suite.pair(limits(1, CONTEXT));
             let other = LatentConfig { eps: EPS, ..HEADS };
-            let want = attend(&mut pair.cpu, pool, other, true).map_err(|error| error.to_string())?;
-            let got = attend(&mut pair.gpu, pool, HEADS, true).map_err(|error| error.to_string())?;
+            let want = attend(&mut pair.cpu, pool, other, true, |_| Vec::new()).map_err(|error| error.to_string())?;
+            let got = attend(&mut pair.gpu, pool, HEADS, true, of_gpu).map_err(|error| error.to_string())?;
             equal_or_nan(&want.q, &got.q)
         });
         suite.mutant(&format!("chain/one row's outputs of other heads/pool {name}"), |suite| {
             let mut pair = suite.pair(limits(1, CONTEXT));
             let other = LatentConfig { scale: 4.0, ..HEADS };
-            let want = attend(&mut pair.cpu, pool, other, true).map_err(|error| error.to_string())?;
-            let got = attend(&mut pair.gpu, pool, HEADS, true).map_err(|error| error.to_string())?;
+            let want = attend(&mut pair.cpu, pool, other, true, |_| Vec::new()).map_err(|error| error.to_string())?;
+            let got = attend(&mut pair.gpu, pool, HEADS, true, of_gpu).map_err(|error| error.to_string())?;
             within(&want.y, &got.y, 2e-2, 2e-2)
         });
         suite.mutant(&format!("chain/one row's site behind other outputs/pool {name}"), |suite| {
             let mut pair = suite.pair(limits(1, CONTEXT));
-            let got = attend(&mut pair.gpu, pool, HEADS, true).map_err(|error| error.to_string())?;
+            let got = attend(&mut pair.gpu, pool, HEADS, true, of_gpu).map_err(|error| error.to_string())?;
             equal_bits(&got.sites[0][1], &got.sites[1][0])
         });
     }
@@ -262,12 +296,13 @@ fn stacked<D: Alloc>(dev: &mut D, rows: [usize; 2], cols: usize) -> DeviceResult
     dev.matrix("test", &[source(rows[0], 0), source(rows[1], rows[0])])
 }
 
-/// `together`: the stages up to the rows of attention are one step, otherwise two.
+/// `together`: the stages up to the rows of attention are one step, otherwise two. `launched`: by the last step.
 fn attend<D: OpsV4 + Alloc + Landing + Readback + Steps>(
     dev: &mut D,
     pool: Option<usize>,
     attention: LatentConfig,
     together: bool,
+    launched: impl Fn(&D) -> Vec<&'static str>,
 ) -> DeviceResult<Attention> {
     let mut rng = Rng(53);
     let class = MemoryClass::Workspace;
@@ -327,8 +362,10 @@ fn attend<D: OpsV4 + Alloc + Landing + Readback + Steps>(
         dev.attn_in(&mut ws, &h, &w, &layer, 1)?;
         if together { dev.attn_q_kv(&mut ws, &mut state, &w, &layer, false, 1) } else { Ok(()) }
     })?;
+    let mut kernels = vec![launched(dev)];
     if !together {
         dev.step(stage_key(1), &mut |dev| dev.attn_q_kv(&mut ws, &mut state, &w, &layer, false, 1))?;
+        kernels[0].extend(launched(dev));
     }
     let read = |dev: &mut D, buf: &D::Buf<f32>, len| {
         let mut values = vec![0.0; len];
@@ -354,15 +391,18 @@ fn attend<D: OpsV4 + Alloc + Landing + Readback + Steps>(
         dev.attn_out_a(&mut ws, &w, &layer, 1)?;
         dev.attn_out_b(&mut y, &ws, &w, &layer, 1)
     })?;
+    kernels.push(launched(dev));
     let left = [read(dev, &ws.grouped, 2 * HEADS.group_out)?, read(dev, &y, DIM)?];
     dev.write(&mut ws.grouped, &vec![f32::NAN; 2 * HEADS.group_out])?;
     dev.step(stage_key(1), &mut |dev| {
         dev.attn_latent(&mut ws, &mut state, &w, &layer, false, 1)?;
         dev.attn_out_a(&mut ws, &w, &layer, 1)
     })?;
+    kernels.push(launched(dev));
     let grouped_alone = read(dev, &ws.grouped, 2 * HEADS.group_out)?;
     dev.write(&mut y, &vec![f32::NAN; DIM])?;
     dev.step(stage_key(1), &mut |dev| dev.attn_out_b(&mut y, &ws, &w, &layer, 1))?;
+    kernels.push(launched(dev));
     let [grouped, y_left] = left;
     let alone = [grouped_alone, read(dev, &y, DIM)?];
     let before = [read(dev, &streams.x, STREAMS * DIM)?, read(dev, &streams.mixing, MIXES)?];
@@ -386,14 +426,17 @@ fn attend<D: OpsV4 + Alloc + Landing + Readback + Steps>(
                 }
             };
             dev.step(stage_key(1), &mut |dev| stage(dev, true, together))?;
+            kernels.push(launched(dev));
             if !together {
                 dev.step(stage_key(1), &mut |dev| stage(dev, false, true))?;
+                kernels.push(launched(dev));
             }
             *left = [read(dev, &h, DIM)?, read(dev, &streams.x, STREAMS * DIM)?, read(dev, &streams.mixing, MIXES)?]
                 .concat();
         }
     }
-    Ok(Attention { low, pool: pooled, q, kv, ring, stored: left_rows, grouped, y: y_left, alone, sites })
+    let launched = kernels;
+    Ok(Attention { low, pool: pooled, q, kv, ring, stored: left_rows, grouped, y: y_left, alone, sites, launched })
 }
 
 /// One row that chooses among keys.
@@ -418,6 +461,7 @@ struct Chosen {
     index_q: Vec<f32>,
     picks: Vec<u32>,
     out: Vec<f32>,
+    launched: Vec<&'static str>,
 }
 
 /// Positions that a choice has room for: among few keys, among many, and of a long context.
@@ -438,6 +482,14 @@ fn chosen(suite: &mut Suite) {
             choose(&mut gpu, choice, together).map_err(|error| error.to_string())
         };
         let (want, got) = (run(alone, false, Mutant::None)?, run(together, true, mutant)?);
+        // Of many keys another kernel chooses.
+        let index = if together.room > ROOM { "index_choose_many" } else { "index_choose" };
+        for (want, got) in want.iter().zip(&got) {
+            launches("arc_matmul_", &["arc_matmul_follow_indexed"], &got.launched)?;
+            launches("index_", &[index], &got.launched)?;
+            launches("arc_matmul_follow", &[], &want.launched)?;
+            launches("index_", &["index_score", "index_pick"], &want.launched)?;
+        }
         all(want.iter().zip(&got).flat_map(|(want, got)| {
             [
                 equal_bits(&want.low, &got.low).map_err(|why| format!("low: {why}")),
@@ -564,10 +616,15 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
             _ => dev.attn_latent(&mut ws, &mut state, &w, &layer, true, 1),
         };
         let key = StepKey::new(1, 256, CtxClass::of(choice.room as u32), Part::Forward);
+        let mut launched = Vec::new();
         if together {
             dev.step(key, &mut |dev| (0..5).try_for_each(|i| stage(dev, i)))?;
+            launched.extend(dev.launched());
         } else {
-            (0..5).try_for_each(|i| dev.step(key, &mut |dev| stage(dev, i)).map(drop))?;
+            for i in 0..5 {
+                dev.step(key, &mut |dev| stage(dev, i))?;
+                launched.extend(dev.launched());
+            }
         }
         // What comes of a row that is not live is nobody's matter.
         if !live {
@@ -586,6 +643,7 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
             index_q: read(dev, &ws.index_q, index.heads * index.dim)?,
             picks,
             out: read(dev, &ws.out, HEADS.q_dim())?,
+            launched,
         });
     }
     Ok(left)

@@ -59,6 +59,13 @@ pub fn within(want: &[f32], got: &[f32], abs: f32, rel: f32) -> Verdict {
     if worst <= 1.0 { Ok(text) } else { Err(text) }
 }
 
+/// Of the kernels that a step launched, those whose names begin so are these, in this order: that a launch stands for several
+/// does not show in what it leaves, and neither does that it no longer comes about.
+pub fn launches(of: &str, want: &[&str], launched: &[&str]) -> Verdict {
+    let got: Vec<&str> = launched.iter().copied().filter(|name| name.starts_with(of)).collect();
+    if got == want { Ok(got.join(" ")) } else { Err(format!("launches {got:?}, not {want:?}")) }
+}
+
 /// All of several verdicts; the first failure, or the last remark.
 pub fn all(verdicts: impl IntoIterator<Item = Verdict>) -> Verdict {
     let mut last = String::new();

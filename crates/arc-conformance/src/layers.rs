@@ -1,6 +1,6 @@
 //! Layers of a dense decoder over one row, in one launch: what their stages leave on the CPU.
 
-use arc_device::cuda::Cuda;
+use arc_device::error::Fault;
 use arc_device::format::Format;
 use arc_device::ops::glu::Activation;
 use arc_device::ops::kv::{AttentionConfig, Rope, RopeStyle};
@@ -8,13 +8,33 @@ use arc_device::ops::matmul::{Bytes, MatrixSource};
 use arc_device::step::{BLOCK_TOKENS, CtxClass, Limits, Part, StepKey};
 use arc_device::{Alloc, Buffers, DenseLayer, DenseRows, KvLayer, Landing, Norm, Ops, QkvConfig, Readback, Steps};
 
-use crate::compare::{all, equal, equal_bits};
+use crate::compare::{all, equal, equal_bits, launches};
 use crate::inputs::Rng;
 use crate::matmul::{buf, rows_of};
 use crate::rows::{Run, delta};
 use crate::suite::{Suite, Verdict, shape};
 
 const EPS: f32 = 1e-5;
+/// What takes all layers of a launch.
+const KERNEL: &str = "arc_matmul_layers_576";
+
+/// What the launch does not take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Beyond {
+    Bias,
+    QNorm,
+    KNorm,
+    AttentionPostNorm,
+    FfnPostNorm,
+    Gelu,
+    Eps,
+    Window,
+    Rope,
+    /// The last layer's scale is another.
+    Scale,
+    Context,
+    Rows,
+}
 
 /// What a case fixes.
 #[derive(Clone)]
@@ -32,6 +52,7 @@ struct Case {
     scale: f32,
     /// Layers change places.
     swapped: bool,
+    beyond: Option<Beyond>,
 }
 
 impl Case {
@@ -49,16 +70,32 @@ impl Case {
             live: true,
             scale: 0.125,
             swapped: false,
+            beyond: None,
         }
     }
 
-    fn attention(&self) -> AttentionConfig {
-        let Case { n_heads, n_kv_heads, scale, .. } = *self;
-        AttentionConfig { n_heads, n_kv_heads, head_dim: 64, scale, window: None }
+    fn is(&self, beyond: Beyond) -> bool {
+        self.beyond == Some(beyond)
+    }
+
+    /// Of layer `i`.
+    fn attention(&self, i: usize) -> AttentionConfig {
+        let Case { n_heads, n_kv_heads, .. } = *self;
+        let scale = self.scale * if self.is(Beyond::Scale) && i + 1 == self.layers { 0.5 } else { 1.0 };
+        AttentionConfig { n_heads, n_kv_heads, head_dim: 64, scale, window: self.is(Beyond::Window).then_some(17) }
+    }
+
+    fn rows(&self) -> usize {
+        if self.is(Beyond::Rows) { 2 } else { 1 }
     }
 
     fn run(&self) -> Run {
-        Run { pos: self.pos, rows: 1, live: self.live }
+        Run { pos: self.pos, rows: self.rows(), live: self.live }
+    }
+
+    fn key(&self) -> StepKey {
+        let ctx = if self.is(Beyond::Context) { CtxClass::Medium } else { CtxClass::Short };
+        StepKey::new(self.rows() as u32, 256, ctx, Part::Forward)
     }
 
     fn context(&self) -> usize {
@@ -66,8 +103,8 @@ impl Case {
     }
 
     fn limits(&self) -> Limits {
-        let context = self.context();
-        Limits { slots: 1, rows: 1, heads: 1, context, blocks: context / BLOCK_TOKENS, ring: 4 }
+        let (context, rows) = (self.context(), self.rows());
+        Limits { slots: 1, rows, heads: rows, context, blocks: context / BLOCK_TOKENS, ring: 4 }
     }
 }
 
@@ -81,14 +118,18 @@ pub fn cases(suite: &mut Suite) {
         }
     }
     let case = Case::smollm2(300, 34, Adjacent);
-    suite.case("layers/smollm2/more than a launch has", |suite| same(suite, &case, &case, 2));
+    suite.case("layers/smollm2/more than a launch has", |suite| {
+        same(suite, &case, &case, |launched| launches("", &["step_begin", KERNEL, KERNEL], launched))
+    });
     let case = Case { live: false, ..Case::smollm2(0, 2, Adjacent) };
     suite.case("layers/inert", |suite| one(suite, &case, &case));
-    // By their stages.
+    let case = Case::smollm2(2048, 2, Adjacent);
+    suite.case("layers/position 2,048 of a short key", |suite| past_the_key(suite, &case));
+    beyond(suite);
     let case = Case { format: Format::Q8_0, ..Case::smollm2(40, 3, Adjacent) };
-    suite.case("layers/of two formats", |suite| same(suite, &case, &case, 18));
+    suite.case("layers/by stages/of two formats", |suite| by_stages(suite, &case, &case));
     let case = Case { n_heads: 8, n_kv_heads: 4, ..Case::smollm2(40, 1, Adjacent) };
-    suite.case("layers/of another shape", |suite| same(suite, &case, &case, 6));
+    suite.case("layers/by stages/of another shape", |suite| by_stages(suite, &case, &case));
 
     let case = Case::smollm2(300, 2, Adjacent);
     let other = Case { style: Halves, ..case.clone() };
@@ -99,31 +140,52 @@ pub fn cases(suite: &mut Suite) {
     suite.mutant("layers/order", |suite| one(suite, &case, &other));
 }
 
+/// What the launch does not take has the same bits by its stages, and matters.
+fn beyond(suite: &mut Suite) {
+    use Beyond::*;
+    // Scores are small, so that a row reads of all keys.
+    let plain = Case { scale: 1e-3, ..Case::smollm2(40, 2, RopeStyle::Adjacent) };
+    for what in [Bias, QNorm, KNorm, AttentionPostNorm, FfnPostNorm, Gelu, Eps, Window, Rope, Scale, Context, Rows] {
+        let case = Case { beyond: Some(what), ..plain.clone() };
+        suite.case(&format!("layers/by stages/{what:?}"), |suite| by_stages(suite, &case, &case));
+        if what != Context && what != Rows {
+            suite.mutant(&format!("layers/by stages/{what:?}"), |suite| by_stages(suite, &plain, &case));
+        }
+    }
+    suite.mutant("layers/by stages", |suite| by_stages(suite, &plain, &plain));
+}
+
 /// One launch.
 fn one(suite: &Suite, case: &Case, changed: &Case) -> Verdict {
-    same(suite, case, changed, 1)
+    same(suite, case, changed, |launched| launches("", &["step_begin", KERNEL], launched))
+}
+
+/// Six launches a layer, or more.
+fn by_stages(suite: &Suite, case: &Case, changed: &Case) -> Verdict {
+    same(suite, case, changed, |launched| launches(KERNEL, &[], launched))
 }
 
 /// One layer's weights.
 struct Layer<D: Buffers> {
     norms: [D::Buf<f32>; 2],
     matrices: [D::Matrix; 4],
+    /// What some cases have beside.
+    bias: D::Buf<f32>,
+    head_norms: [D::Buf<f32>; 2],
+    post_norms: [D::Buf<f32>; 2],
 }
 
 /// What a device left.
 struct Left {
+    start: Vec<f32>,
     x: Vec<f32>,
     pools: Vec<Vec<u16>>,
 }
 
-/// A device's layers; `launches` counts.
-fn run<D: Ops + Alloc + Landing + Readback + Steps>(
-    dev: &mut D,
-    case: &Case,
-    launches: impl Fn(&D) -> u64,
-) -> Result<(Left, u64), String> {
+/// A device's layers.
+fn run<D: Ops + Alloc + Landing + Readback + Steps>(dev: &mut D, case: &Case) -> Result<Left, String> {
     let text = |error: arc_device::error::DeviceError| error.to_string();
-    let (att, context) = (case.attention(), case.context());
+    let (att, context, rows) = (case.attention(0), case.context(), case.rows());
     let mut rng = Rng(11);
     let (heads, hidden, ffn) = (case.n_heads * 64, case.hidden, case.ffn);
     let matrix = |dev: &mut D, rng: &mut Rng, format: Format, parts: &[usize], cols: usize| {
@@ -146,15 +208,18 @@ fn run<D: Ops + Alloc + Landing + Readback + Steps>(
             matrix(dev, &mut rng, Format::Q4_1, &[ffn, ffn], hidden)?,
             matrix(dev, &mut rng, down, &[hidden], ffn)?,
         ];
-        layers.push(Layer::<D> { norms, matrices });
+        let mut near_one = |n| buf(dev, &rng.values(n, 0.2).iter().map(|x| 1.0 + x).collect::<Vec<_>>());
+        let (head_norms, post_norms) = ([near_one(64), near_one(64)], [near_one(hidden), near_one(hidden)]);
+        let bias = buf(dev, &rng.values(att.qkv_dim(), 1.0));
+        layers.push(Layer::<D> { norms, matrices, bias, head_norms, post_norms });
     }
     if case.swapped {
         layers.swap(0, 1);
     }
     let rope_table = buf(dev, &rng.values(context * 64, 1.0));
-    let start = if case.live { rng.values(hidden, 1.0) } else { vec![0.0; hidden] };
+    let start = if case.live { rng.values(rows * hidden, 1.0) } else { vec![0.0; rows * hidden] };
     let mut x = buf(dev, &start);
-    let mut scratch = [att.qkv_dim(), heads, ffn].map(|n| buf(dev, &vec![f32::NAN; n]));
+    let mut scratch = [att.qkv_dim(), heads, ffn].map(|n| buf(dev, &vec![f32::NAN; rows * n]));
     let len = att.kv_elements(context / BLOCK_TOKENS);
     let staged = delta(&[case.run()], context);
     let mut pools = Vec::new();
@@ -179,37 +244,39 @@ fn run<D: Ops + Alloc + Landing + Readback + Steps>(
     }
     dev.finish(&shape(100, hidden)).map_err(text)?;
     dev.stage(&staged).map_err(text)?;
-    let before = std::cell::Cell::new(0);
-    let key = StepKey::new(1, 256, CtxClass::Short, Part::Forward);
-    dev.step(key, &mut |dev| {
-        before.set(launches(dev));
+    dev.step(case.key(), &mut |dev| {
         let [qkv, attention, ffn] = &mut scratch;
         let mut on = DenseRows { x: &mut x, qkv, attention, ffn };
-        let mut layers = layers.iter().zip(&mut pools).map(|(layer, kv)| DenseLayer {
-            attn_norm: Norm { weight: &layer.norms[0], eps: EPS },
-            qkv: &layer.matrices[0],
-            qkv_bias: None,
-            heads: QkvConfig {
-                attention: att,
-                rope: Rope { dim: 64, style: case.style },
-                rope_table: &rope_table,
-                q_norm: None,
-                k_norm: None,
-            },
-            kv,
-            attn_out: &layer.matrices[1],
-            attn_post_norm: None,
-            ffn_norm: Norm { weight: &layer.norms[1], eps: EPS },
-            gate_up: &layer.matrices[2],
-            act: Activation::Silu,
-            down: &layer.matrices[3],
-            ffn_post_norm: None,
+        let rope_dim = if case.is(Beyond::Rope) { 32 } else { 64 };
+        let act = if case.is(Beyond::Gelu) { Activation::GeluTanh } else { Activation::Silu };
+        let ffn_eps = if case.is(Beyond::Eps) { 0.1 } else { EPS };
+        let mut layers = layers.iter().zip(&mut pools).enumerate().map(|(i, (layer, kv))| {
+            let norm = |weight, what| case.is(what).then_some(Norm { weight, eps: EPS });
+            DenseLayer {
+                attn_norm: Norm { weight: &layer.norms[0], eps: EPS },
+                qkv: &layer.matrices[0],
+                qkv_bias: case.is(Beyond::Bias).then_some(&layer.bias),
+                heads: QkvConfig {
+                    attention: case.attention(i),
+                    rope: Rope { dim: rope_dim, style: case.style },
+                    rope_table: &rope_table,
+                    q_norm: norm(&layer.head_norms[0], Beyond::QNorm),
+                    k_norm: norm(&layer.head_norms[1], Beyond::KNorm),
+                },
+                kv,
+                attn_out: &layer.matrices[1],
+                attn_post_norm: norm(&layer.post_norms[0], Beyond::AttentionPostNorm),
+                ffn_norm: Norm { weight: &layer.norms[1], eps: ffn_eps },
+                gate_up: &layer.matrices[2],
+                act,
+                down: &layer.matrices[3],
+                ffn_post_norm: norm(&layer.post_norms[1], Beyond::FfnPostNorm),
+            }
         });
-        dev.layers(&mut on, &mut layers, 1)
+        dev.layers(&mut on, &mut layers, rows)
     })
     .map_err(text)?;
-    let launched = launches(dev) - before.get();
-    let mut left = Left { x: vec![0.0; hidden], pools: Vec::new() };
+    let mut left = Left { start, x: vec![0.0; rows * hidden], pools: Vec::new() };
     dev.read(&x, &mut left.x).map_err(text)?;
     for kv in &pools {
         for pool in [&kv.k, &kv.v] {
@@ -218,19 +285,28 @@ fn run<D: Ops + Alloc + Landing + Readback + Steps>(
             left.pools.push(read);
         }
     }
-    Ok((left, launched))
+    Ok(left)
 }
 
-fn same(suite: &Suite, case: &Case, changed: &Case, launches: u64) -> Verdict {
+/// `launched`: what is to be said of the GPU's kernels.
+fn same(suite: &Suite, case: &Case, changed: &Case, launched: fn(&[&str]) -> Verdict) -> Verdict {
     let mut pair = suite.pair(case.limits());
-    let (want, _) = run(&mut pair.cpu, case, |_| 0)?;
-    let (got, launched) = run(&mut pair.gpu, changed, |dev: &Cuda| dev.counters().launches)?;
-    if launched != launches {
-        return Err(format!("{launched} launches"));
-    }
+    let want = run(&mut pair.cpu, case)?;
+    let got = run(&mut pair.gpu, changed)?;
+    launched(&pair.gpu.launched().collect::<Vec<_>>())?;
     if want.x.iter().any(|x| !x.is_finite()) {
         return Err("the case has no finite result".to_owned());
     }
     let pools = want.pools.iter().zip(&got.pools).map(|(want, got)| equal(want, got));
     all(pools.chain([equal_bits(&want.x, &got.x)]).collect::<Vec<_>>())
+}
+
+/// A row that the launch has no room for: the device says so, and leaves the residual as it was.
+fn past_the_key(suite: &Suite, case: &Case) -> Verdict {
+    let mut gpu = suite.gpu(case.limits()).map_err(|error| error.to_string())?;
+    let got = run(&mut gpu, case)?;
+    launches("", &["step_begin", KERNEL], &gpu.launched().collect::<Vec<_>>())?;
+    let Some(Fault::Word(word)) = gpu.fault() else { return Err(format!("the fault is {:?}", gpu.fault())) };
+    equal_bits(&got.start, &got.x)?;
+    Ok(format!("fault word {word:#x}"))
 }

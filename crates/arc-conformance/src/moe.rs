@@ -14,7 +14,7 @@ use arc_device::ops_v4::{ExpertConfig, ExpertWeights, ExpertWork, HcSite, Incomi
 use arc_device::step::{Row, SlotInit, StepDelta, row_flags};
 use arc_device::{Alloc, Element, Landing, MemoryClass, ModelShape, Norm, Readback, Steps};
 
-use crate::compare::{all, equal, equal_or_nan};
+use crate::compare::{all, equal, equal_or_nan, launches};
 use crate::inputs::Rng;
 use crate::suite::{Suite, Verdict, limits, stage_key};
 
@@ -387,12 +387,12 @@ pub fn cases(suite: &mut Suite) {
     for (rows, ffn) in [(1, 256), (1, 2048), (3, 256), (9, 256)] {
         let case = Case::new(4096, ffn, 16, 6, rows);
         suite.case(&format!("moe/between two sites/{rows} rows of {ffn} units"), |suite| {
-            between_sites(suite, &case, &case)
+            between_sites(suite, &case, &case, |_| Ok(String::new()))
         });
         let mut other = case.clone();
         other.cfg.router.scale = 2.5;
         suite.mutant(&format!("moe/another scale between two sites/{rows} rows of {ffn} units"), |suite| {
-            between_sites(suite, &other, &case)
+            between_sites(suite, &other, &case, |_| Ok(String::new()))
         });
     }
     one_launch(suite);
@@ -427,16 +427,23 @@ fn one_launch(suite: &mut Suite) {
         ("a table's choice", Case { hashed: true, ..case.clone() }),
         ("a row that is nobody's", Case { padding: true, ..case.clone() }),
         ("a NaN", Case { scores: Scores::Faulty, ..case.clone() }),
-        ("something between units and sum", Case { twice: true, ..case.clone() }),
         ("a clamp that bites", clamped),
         ("2 of 8 experts", Case::new(4096, 2048, 8, 2, 1)),
         ("16 of 40 experts", Case::new(4096, 2048, 40, 16, 1)),
-        ("5 experts, which are more launches", Case::new(4096, 2048, 32, 5, 1)),
-        ("narrow inputs, which are more launches", Case::new(1024, 1024, 32, 6, 1)),
     ];
     for (what, case) in cases {
-        suite.case(&format!("moe/one launch/{what}"), |suite| between_sites(suite, &case, &case));
+        suite.case(&format!("moe/one launch/{what}"), |suite| between_sites(suite, &case, &case, together));
     }
+    let narrow = Case::new(1024, 1024, 32, 6, 1);
+    let cases = [
+        ("something between units and sum", Case { twice: true, ..case.clone() }),
+        ("5 experts", Case::new(4096, 2048, 32, 5, 1)),
+        ("narrow inputs", narrow.clone()),
+    ];
+    for (what, case) in cases {
+        suite.case(&format!("moe/more launches/{what}"), |suite| between_sites(suite, &case, &case, apart));
+    }
+    suite.mutant("moe/one launch/of narrow inputs", |suite| between_sites(suite, &narrow, &narrow, together));
     let ties = Case { scores: Scores::Ties, ..case.clone() };
     suite.mutant("moe/one launch/of equal scores the higher id", |suite| {
         let mut pair = suite.pair(limits(1, 32));
@@ -456,6 +463,20 @@ fn one_launch(suite: &mut Suite) {
     let mut shared_first = ascending.clone();
     shared_first.rotate_right(1);
     suite.mutant("moe/one launch/the shared expert first", |suite| summed(suite, &case, &shared_first));
+}
+
+/// One row's experts are one launch, which sends the last site what it reads.
+fn together(launched: &[&str]) -> Verdict {
+    all([
+        launches("arc_matmul_", &["arc_matmul_experts_row"], launched),
+        launches("arc_router_", &[], launched),
+        launches("arc_hc_site", &["arc_hc_site_cluster", "arc_hc_site_cluster", "arc_hc_site_sent"], launched),
+    ])
+}
+
+/// Nothing of it.
+fn apart(launched: &[&str]) -> Verdict {
+    all(["arc_matmul_experts_row", "arc_hc_site_sent"].map(|name| launches(name, &[], launched)))
 }
 
 /// A choice that takes the higher of two ids where their scores are equal.
@@ -516,11 +537,12 @@ fn run_with<D: Steps + Alloc + Readback + Landing>(dev: &mut D, case: &Case, h: 
 }
 
 /// Three sites with experts between the last two: the gate may do what the site before has put off, products read what the
-/// site left for them, and the last site reads their sum.
-fn between_sites(suite: &Suite, cpu: &Case, gpu: &Case) -> Verdict {
+/// site left for them, and the last site reads their sum. `launched`: what is to be said of the GPU's kernels.
+fn between_sites(suite: &Suite, cpu: &Case, gpu: &Case, launched: fn(&[&str]) -> Verdict) -> Verdict {
     let mut pair = suite.pair(limits(cpu.rows, 32));
     let want = sites(&mut pair.cpu, cpu, &mut |_, _| Ok(())).map_err(|error| error.to_string())?;
     let got = sites(&mut pair.gpu, gpu, &mut |_, _| Ok(())).map_err(|error| error.to_string())?;
+    launched(&pair.gpu.launched().collect::<Vec<_>>())?;
     all(want.iter().zip(&got).map(|(want, got)| equal_or_nan(want, got)))
 }
 

@@ -170,6 +170,8 @@ pub struct Cuda {
     /// Longest context of the step that is being enqueued.
     pub(crate) ctx: CtxClass,
     graphs: HashMap<StepKey, Recorded>,
+    /// Kernels that the last step enqueued.
+    launched: Vec<Kernel>,
     /// Whether a sequence was ever admitted: warm-up is over.
     serving: bool,
     options: CudaOptions,
@@ -204,6 +206,7 @@ impl Cuda {
             drafting: false,
             ctx: CtxClass::Long,
             graphs: HashMap::new(),
+            launched: Vec::new(),
             serving: false,
             options,
             counters: Counters::default(),
@@ -262,6 +265,12 @@ impl Cuda {
         self.graphs.iter().map(|(key, recorded)| (*key, recorded.graph.nodes))
     }
 
+    /// Kernels of the step that was enqueued or recorded last, in their order: that one launch did what several would do as well
+    /// does not show in what it left.
+    pub fn launched(&self) -> impl Iterator<Item = &'static str> + '_ {
+        self.launched.iter().map(|kernel| kernel.name())
+    }
+
     /// Slots, rows and ring, for kernels that look at them. Panics before `finish`.
     pub(crate) fn view(&self) -> StepView {
         let state = self.state.as_ref().expect("`finish` made the state");
@@ -272,6 +281,7 @@ impl Cuda {
     pub(crate) fn launch(&mut self, kernel: Kernel, grid: Grid, args: &[Arg<'_>]) -> Result<()> {
         self.launch_held()?;
         self.matmul.sent = None;
+        self.launched.push(kernel);
         self.launch_with(kernel, grid, args, true)
     }
 
@@ -344,6 +354,7 @@ impl Cuda {
         (self.part, self.ctx) = (key.part, key.ctx);
         (self.rows, self.settles, self.drafting) = (key.rows as usize, key.drafts > 0, false);
         self.forget_held();
+        self.launched.clear();
         let view = self.view();
         let threads = key.rows.next_multiple_of(32).clamp(32, 1024);
         let grid = Grid::new(1, threads).shared(12 * self.limits.slots as u32);
