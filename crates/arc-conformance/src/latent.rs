@@ -361,7 +361,8 @@ fn same(suite: &Suite, case: &Case, mutant: Mutant) -> Verdict {
     compare(case, &want, &run(&mut pair.gpu, case, 0..case.rows())?)
 }
 
-/// A row has the same bits alone as among the others, and a run in pieces as in one.
+/// A row has the same bits alone as among the others, and a run in pieces as in one: what heads read, and what the first
+/// output projection makes of it, whose inputs the attention leaves as int8.
 fn alone(suite: &Suite, case: &Case, mutant: Mutant) -> Verdict {
     let gpu = |part: Range<usize>| {
         let mut gpu: Cuda = suite.pair(case.limits()).gpu;
@@ -369,10 +370,15 @@ fn alone(suite: &Suite, case: &Case, mutant: Mutant) -> Verdict {
         run(&mut gpu, case, part)
     };
     let together = gpu(0..case.rows())?;
-    let (dim, mut first, mut verdicts) = (case.att.q_dim(), 0, Vec::new());
+    let (dim, grouped, mut first, mut verdicts) =
+        (case.att.q_dim(), case.att.groups * case.att.group_out, 0, Vec::new());
     for kept in &case.runs {
         let part = first..first + kept.rows;
-        verdicts.push(equal_bits(&together.out[part.start * dim..part.end * dim], &gpu(part.clone())?.out));
+        let own = gpu(part.clone())?;
+        verdicts.push(equal_bits(&together.out[part.start * dim..part.end * dim], &own.out));
+        if kept.live {
+            verdicts.push(equal_bits(&together.grouped[part.start * grouped..part.end * grouped], &own.grouped));
+        }
         first = part.end;
     }
     all(verdicts)
@@ -433,6 +439,8 @@ pub fn cases(suite: &mut Suite) {
     let case = Case { att: flash(), rows, index, row_format, key_format, runs, ctx: CtxClass::Medium, faulty: false };
     suite.case(&format!("latent/{kind}/alone"), |suite| alone(suite, &case, Mutant::None));
     suite.mutant(&format!("latent/{kind}/alone"), |suite| alone(suite, &case, Mutant::SplitsFollowRows));
+    let more = Case { runs: tables(true).swap_remove(3), ..case.clone() };
+    suite.case(&format!("latent/{kind}/alone of 12"), |suite| alone(suite, &more, Mutant::None));
     suite.mutant(&format!("latent/{kind}/rotated"), |suite| same(suite, &case, Mutant::StillRotated));
     suite.mutant(&format!("latent/{kind}/bias"), |suite| same(suite, &case, Mutant::NoBias));
     // More keys than a block picks among by itself, and than one keeps; more splits than a cluster has blocks.
@@ -503,7 +511,11 @@ fn tables(flash: bool) -> Vec<Vec<Run>> {
     let inert = Run { pos: 0, rows: 1, live: false };
     let mut tables =
         vec![vec![decode(0)], vec![decode(1023)], vec![decode(3071), inert, decode(127), decode(2500), chunk(2300, 3)]];
-    if !flash {
+    if flash {
+        // More rows than products take as they come.
+        tables.push(vec![decode(3400), chunk(120, 4), decode(60), chunk(2046, 5), decode(900)]);
+        tables.push((0..11).map(|i| decode(i * 331 + 7)).collect());
+    } else {
         tables.push(vec![chunk(0, 190), decode(700), inert, chunk(511, 12)]);
         tables.push((0..20).map(|i| decode(i * 61 + 3)).collect());
         tables.push(vec![decode(5000), chunk(2047, 40)]);

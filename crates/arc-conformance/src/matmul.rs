@@ -25,6 +25,13 @@ pub fn cases(suite: &mut Suite) {
         suite.case(&format!("matmul/{}/blocks", format.name()), |suite| {
             product(suite, &[(format, 4100)], odd(format), &[64, 100, 129, 300])
         });
+        // A multiprocessor has a block of 64 rows for itself: as many slices as are on their way at a time, and more.
+        if matches!(format, Format::Q8_0 | Format::Q4_0 | Format::Q5_0) {
+            for cols in [1024, 2304] {
+                suite
+                    .case(&format!("matmul/{}/blocks alone/{cols}", format.name()), |suite| alone(suite, format, cols));
+            }
+        }
         let long = 4 * format.block_len().max(256);
         suite.case(&format!("matmul/{}/embed", format.name()), |suite| embed(suite, &[(format, 97)], long));
     }
@@ -145,15 +152,30 @@ fn same(want: &[f32], got: &[f32]) -> Verdict {
 }
 
 fn product(suite: &Suite, parts: &[(Format, usize)], cols: usize, counts: &[usize]) -> Verdict {
+    let most = *counts.iter().max().expect("some counts");
+    product_on(&mut suite.pair(limits(most, 32)), parts, cols, counts)
+}
+
+/// On 132 multiprocessors, 99 blocks.
+fn alone(suite: &Suite, format: Format, cols: usize) -> Verdict {
+    let mut pair = suite.pair(limits(129, 32));
+    let verdict = product_on(&mut pair, &[(format, 4100)], cols, &[129])?;
+    let kernel = format!("arc_matmul_mma_{}_64_alone", format.name());
+    match pair.gpu.launched().any(|name| name == kernel) {
+        false if pair.gpu.multiprocessors() == 132 => Err(format!("no launch of {kernel}")),
+        _ => Ok(verdict),
+    }
+}
+
+fn product_on(pair: &mut Pair, parts: &[(Format, usize)], cols: usize, counts: &[usize]) -> Verdict {
     let mut rng = Rng(cols as u64);
     let most = *counts.iter().max().expect("some counts");
     let n: usize = parts.iter().map(|part| part.1).sum();
-    let mut pair = suite.pair(limits(most, 32));
-    let (cpu_w, gpu_w) = matrices(&mut pair, parts, cols, &mut rng);
+    let (cpu_w, gpu_w) = matrices(pair, parts, cols, &mut rng);
     pair.finish(&shape(8, 8));
     let x = inputs(most, cols, &mut rng);
     let (weight, bias) = (rng.values(cols, 1.0), rng.values(n, 1.0));
-    let Pair { cpu, gpu } = &mut pair;
+    let Pair { cpu, gpu } = pair;
     let want = {
         let (x, weight, bias) = (buf(cpu, &x), buf(cpu, &weight), buf(cpu, &bias));
         let mut out = buf(cpu, &vec![0.0; most * n]);

@@ -38,6 +38,8 @@ struct Case {
     cfg: ExpertConfig,
     rows: usize,
     hashed: bool,
+    /// A table's first choice is always the same expert.
+    crowded: bool,
     scores: Scores,
     /// Of routed gate and up, routed down, and both of the shared expert.
     formats: [Format; 3],
@@ -54,6 +56,7 @@ impl Case {
             cfg: ExpertConfig { router, hidden, ffn, limit: 10.0, inputs: Inputs::Int8 },
             rows,
             hashed: false,
+            crowded: false,
             scores: Scores::Usual,
             formats: [Format::Iq2Xxs, Format::Q2K, Format::Q8_0],
             padding: false,
@@ -62,8 +65,8 @@ impl Case {
     }
 
     fn name(&self) -> String {
-        let Case { cfg, rows, hashed, scores, formats: [up, down, shared], .. } = self;
-        let kind = if *hashed { "hashed" } else { "learned" };
+        let Case { cfg, rows, hashed, crowded, scores, formats: [up, down, shared], .. } = self;
+        let kind = if *crowded { "crowded" } else { ["learned", "hashed"][usize::from(*hashed)] };
         format!(
             "{}x{}/{} of {} {kind}/{rows} rows/{scores:?}/{} {} {}/{:?}/limit {}",
             cfg.hidden,
@@ -113,7 +116,8 @@ impl Case {
     fn table(&self) -> Vec<u32> {
         let (experts, chosen) = (self.cfg.router.experts, self.cfg.router.chosen);
         let mut rng = Rng(9);
-        (0..VOCAB * chosen).map(|i| rng.below(if i % 4 == 0 { 2 } else { experts }) as u32).collect()
+        let mut any = |i: usize| rng.below(if i.is_multiple_of(4) { 2 } else { experts }) as u32;
+        (0..VOCAB * chosen).map(|i| if self.crowded && i % chosen == 0 { 5 } else { any(i) }).collect()
     }
 }
 
@@ -190,30 +194,34 @@ fn read<D: Readback, T: Element>(dev: &mut D, buf: &D::Buf<T>, len: usize) -> De
     Ok(out)
 }
 
-/// Rows of slots of their own; every fifth is padding.
+/// Rows of slots of their own, or so many a slot that there are 256 at most; of every fifth they are padding.
 pub(crate) fn table(rows: usize) -> StepDelta {
     let mut delta = StepDelta::default();
     let padding = Row { flags: row_flags::PADDING, ..Row::default() };
-    let mut table = Vec::new();
+    let (mut table, each) = (Vec::new(), rows.div_ceil(256));
     for r in 0..rows {
-        if r % 5 == 3 || r >= 250 {
+        let (slot, offset) = (r / each, (r % each) as u32);
+        if slot % 5 == 3 || slot >= 250 {
             table.push(padding);
             continue;
         }
+        table.push(Row { slot: slot as u16, flags: 0, offset, token: (r * 13 % VOCAB) as u32, target: 0 });
+        if offset > 0 {
+            continue;
+        }
         delta.admit.push(SlotInit {
-            slot: r as u16,
+            slot: slot as u16,
             generation: 1,
             max_out: 5,
             flags: 0,
             stop_ids: Vec::new(),
             sampling: SamplerConfig::default(),
-            blocks: vec![r as u32],
+            blocks: vec![slot as u32],
             penalty_prompt: Vec::new(),
             pos: 0,
             logprobs: None,
             prompt_top: 0,
         });
-        table.push(Row { slot: r as u16, flags: 0, offset: 0, token: (r * 13 % VOCAB) as u32, target: 0 });
     }
     delta.rows = Some(table);
     delta
@@ -344,8 +352,16 @@ pub fn cases(suite: &mut Suite) {
         (4096, 2048, 16, 2, 80),
         (4096, 2048, 8, 2, 90),
         (1024, 1024, 32, 6, 256),
+        (1024, 1024, 32, 6, 600),
+        (1024, 256, 32, 6, 600),
+        (1024, 1024, 256, 6, 2048),
     ] {
         cases.push(Case::new(hidden, ffn, experts, chosen, rows));
+    }
+    // One expert has all rows, and nobody else any, or others some.
+    for (ffn, chosen, rows) in [(1024, 1, 40), (1024, 1, 300), (1024, 6, 300), (256, 6, 300), (256, 6, 8)] {
+        let case = Case::new(1024, ffn, 32, chosen, rows);
+        cases.push(Case { hashed: true, crowded: true, ..case });
     }
     cases.push(Case { hashed: true, ..Case::new(1024, 1024, 32, 6, 40) });
     cases.push(Case { scores: Scores::Faulty, ..Case::new(1024, 1024, 64, 6, 40) });
