@@ -16,6 +16,8 @@ pub type Verdict = Result<String, String>;
 /// The cases, and what became of them.
 pub struct Suite {
     ordinal: usize,
+    /// What all cases' devices are beside: none is opened for each of them.
+    open: Option<Cuda>,
     perf: bool,
     /// Cases are named and not run.
     list: bool,
@@ -35,7 +37,7 @@ pub struct Pair {
 impl Suite {
     /// A suite of the cases whose names contain one of `filters`, or of all.
     pub fn new(ordinal: usize, perf: bool, filters: Vec<String>) -> Suite {
-        Suite { ordinal, perf, list: false, filters, passed: 0, failed: Vec::new() }
+        Suite { ordinal, open: None, perf, list: false, filters, passed: 0, failed: Vec::new() }
     }
 
     /// The same, which only names its cases.
@@ -43,8 +45,8 @@ impl Suite {
         Suite { list: true, ..self }
     }
 
-    /// Says on what it runs, or why it cannot.
-    pub fn look(&self) -> Result<(), String> {
+    /// Opens the GPU and says which it is, or why it cannot.
+    pub fn look(&mut self) -> Result<(), String> {
         let gpu = self.gpu(limits(1, 1)).map_err(|error| error.to_string())?;
         let (free, total) = gpu.device_memory();
         println!(
@@ -57,6 +59,7 @@ impl Suite {
             free as f64 / (1u64 << 30) as f64,
             total as f64 / (1u64 << 30) as f64,
         );
+        self.open = Some(gpu);
         Ok(())
     }
 
@@ -67,7 +70,10 @@ impl Suite {
 
     /// A GPU that runs eagerly.
     pub fn gpu(&self, limits: Limits) -> DeviceResult<Cuda> {
-        Cuda::new(CudaOptions { ordinal: self.ordinal, capture: false, late: true }, limits)
+        match &self.open {
+            Some(gpu) => Ok(gpu.beside(limits)),
+            None => Cuda::new(CudaOptions { ordinal: self.ordinal, capture: false, late: true }, limits),
+        }
     }
 
     /// Both devices. Panics, which fails the case, where the GPU cannot be opened.

@@ -119,6 +119,9 @@ impl Trace {
         let mut marks = vec![0u64; Self::MARK_BYTES / 8];
         driver.copy_out(marks.as_mut_ptr().cast(), self.marks.ptr(), Self::MARK_BYTES, "trace")?;
         driver.synchronize("trace")?;
+        // Another device on this driver leaves nothing here.
+        driver.set_global(c"arc_trace", 0)?;
+        driver.set_global(c"arc_marks", 0)?;
         let noted = times[0] as u32 as usize;
         let mut text = String::new();
         if noted != self.n_ran {
