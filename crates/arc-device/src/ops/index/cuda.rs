@@ -6,6 +6,7 @@ use crate::error::Result;
 use crate::ops::compress::Compressor;
 use crate::ops::index::{IndexConfig, MAX_INDEX_DIM};
 use crate::ops::latent::RowFormat;
+use crate::ops::latent::cuda::BESIDE_BLOCKS;
 use crate::ops::quant::INDEX_DIM;
 use crate::ops_v4::{LatentLayer, LatentState, LatentWork};
 use crate::step::BLOCK_TOKENS;
@@ -19,16 +20,15 @@ const STRAIGHT_HEADS: usize = 64;
 const FEW: usize = 2048;
 const CHOOSER_KEYS: usize = 64;
 /// What `index_choose_many` has: blocks that score and scores that each of them keeps, at most; scores of warps that such a
-/// block tells the others; entries of its list that are there in any case; and the most rows that it may choose.
+/// block tells the others; and the most rows that it may choose.
 const MANY_SCORERS: usize = 128;
 const MANY_KEPT: usize = 2072;
 const MANY_BESTS: usize = 16;
-const MANY_LOOK: usize = 16;
 const MANY_TOP: usize = 1024;
-/// Blocks of the row's own kernel where it leaves no tiles (`latent_q_kv`): beside them there is no room.
-const ROWS_BLOCKS: usize = 4;
-/// Keys that are scored together.
+/// Keys that are scored together, and a block's: its warps have one each at least. The kernel looks at fewer entries of a list
+/// (`kLook`) without asking whether they are there.
 const TILE: usize = 8;
+const LEAST_KEPT: usize = 8 * TILE;
 /// Words of a choice: its number, how many blocks of the row's own kernel have left what they have to, how many heads are there;
 /// heads as keys are stored; their weights, then scores, with numbers; the number for the attention, and behind it which keys of every
 /// block of `index_choose` are chosen.
@@ -72,8 +72,8 @@ impl Choice {
         // Keys are of at least four tokens there.
         let most = dev.limits.context / 4;
         let bests = 2 * MANY_SCORERS * MANY_BESTS;
-        // Blocks have whole tiles, at least one for each warp.
-        let lists = 4 * (most + MANY_SCORERS * TILE * 8);
+        // Blocks have whole tiles.
+        let lists = 4 * (most + MANY_SCORERS * LEAST_KEPT);
         let words_many = bests + if most > FEW { lists } else { 0 };
         let many = dev.take("a choice among many", MemoryClass::Workspace, words_many)?;
         let processors = dev.multiprocessors() as usize;
@@ -84,12 +84,11 @@ impl Choice {
     /// kernel leave no room beside them. `None` where another kernel has to choose.
     fn many(&self, layer: &LatentLayer<'_, Cuda>, most: usize) -> Option<(usize, usize)> {
         let (index, keys) = layer.index?;
-        let scorers = self.processors.checked_sub(ROWS_BLOCKS + 1)?.min(MANY_SCORERS);
-        let kept = TILE * most.div_ceil(TILE).div_ceil(scorers.max(1)).max(8);
+        let scorers = self.processors.checked_sub(BESIDE_BLOCKS as usize + 1)?.min(MANY_SCORERS);
+        let kept = (TILE * most.div_ceil(TILE).div_ceil(scorers.max(1))).max(LEAST_KEPT);
         let room = (self.many.len() - 2 * MANY_SCORERS * MANY_BESTS) / 4;
-        let stride = kept.max(MANY_LOOK);
         let fits = keys.ratio == BLOCK_TOKENS / TILE && index.top <= MANY_TOP && kept <= MANY_KEPT;
-        (most > FEW && scorers > 0 && fits && scorers * stride <= room).then_some((scorers, stride))
+        (most > FEW && scorers > 0 && fits && scorers * kept <= room).then_some((scorers, kept))
     }
 
     /// Whether one row's choice among the keys of a context of `tokens` can run beside a product.

@@ -23,6 +23,10 @@ const UNPACKERS: u32 = 32;
 const MORE_UNPACKERS: u32 = 64;
 /// Rows that there is room for as tiles: the kernels' `kTileRows`.
 const TILE_ROWS: usize = 2304;
+/// Blocks of a row in `latent_rows` in any case, and at most where the index query comes beside it and nothing is unpacked: one more
+/// for what a site has put off.
+const ROWS_BLOCKS: u32 = 3;
+pub(crate) const BESIDE_BLOCKS: u32 = ROWS_BLOCKS + 1;
 /// Most blocks of a cluster: the kernel's `kMostBlocks`.
 const MOST_CLUSTER: usize = 8;
 /// Heads of a block: the kernel's `kHeads`.
@@ -380,7 +384,8 @@ impl Cuda {
             _ if left != 0 => MORE_UNPACKERS,
             _ => UNPACKERS,
         };
-        let blocks = 3 + more + u32::from(pending.is_some());
+        let blocks = ROWS_BLOCKS + more + u32::from(pending.is_some());
+        assert!(left == 0 || tiles != 0 || blocks <= BESIDE_BLOCKS, "{blocks} blocks beside a choice");
         if let Some(choice) = &mut self.latent.choice {
             (choice.came, choice.rows_blocks) = (came, blocks);
         }
