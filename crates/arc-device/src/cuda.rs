@@ -172,6 +172,8 @@ pub struct Cuda {
     graphs: HashMap<StepKey, Recorded>,
     /// Kernels that the last step enqueued.
     launched: Vec<Kernel>,
+    /// Clusters that there is room for at once, of launches that depend on it.
+    resident: HashMap<(Kernel, Grid), u32>,
     /// Whether a sequence was ever admitted: warm-up is over.
     serving: bool,
     options: CudaOptions,
@@ -217,6 +219,7 @@ impl Cuda {
             ctx: CtxClass::Long,
             graphs: HashMap::new(),
             launched: Vec::new(),
+            resident: HashMap::new(),
             serving: false,
             options,
             counters: Counters::default(),
@@ -250,9 +253,14 @@ impl Cuda {
         self.driver.multiprocessors
     }
 
-    /// How many clusters of a launch the device can have at once.
-    pub(crate) fn resident_clusters(&self, kernel: Kernel, grid: Grid) -> Result<u32> {
-        self.driver.resident_clusters(kernel, grid)
+    /// How many clusters of a launch the device can have at once. The driver is asked once.
+    pub(crate) fn resident_clusters(&mut self, kernel: Kernel, grid: Grid) -> Result<u32> {
+        if let Some(clusters) = self.resident.get(&(kernel, grid)) {
+            return Ok(*clusters);
+        }
+        let clusters = self.driver.resident_clusters(kernel, grid)?;
+        self.resident.insert((kernel, grid), clusters);
+        Ok(clusters)
     }
 
     /// Free and total bytes of the device.

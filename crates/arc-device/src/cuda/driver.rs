@@ -11,7 +11,7 @@ use super::images::{IMAGES, KERNELS, Kernel};
 use crate::error::{DeviceError, Result};
 
 /// Shape of a launch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Grid {
     /// Blocks in x, y, z.
     pub blocks: [u32; 3],

@@ -44,7 +44,7 @@ mod tables {
 }
 
 /// A kernel by its place in [`KERNELS`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Kernel(pub(super) u16);
 
 impl Kernel {

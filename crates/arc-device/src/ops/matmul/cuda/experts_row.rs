@@ -225,7 +225,7 @@ fn chunks(sizes: &[u32], ring: u32) -> Option<Vec<Chunk>> {
 impl Cuda {
     /// The launch of one row's experts, of inputs that are there. `None` where it cannot be.
     pub(super) fn experts_row(
-        &self,
+        &mut self,
         w: &AllExperts<'_>,
         from: Source,
         to: &Assigned,
@@ -311,7 +311,7 @@ impl Cuda {
 
     /// Whether one launch takes the experts of a row from its inputs to their sum: [`experts_up`](Self::experts_up) then
     /// chooses, and makes the shared expert's units too.
-    pub(crate) fn takes_all(&self, w: &AllExperts<'_>, from: Source, to: &Assigned) -> Result<bool> {
+    pub(crate) fn takes_all(&mut self, w: &AllExperts<'_>, from: Source, to: &Assigned) -> Result<bool> {
         Ok(self.experts_row(w, from, to)?.is_some())
     }
 
