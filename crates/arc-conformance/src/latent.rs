@@ -18,6 +18,7 @@ use arc_device::{Alloc, Landing, MemoryClass, ModelShape, Readback, Steps};
 
 use crate::compare::{all, equal, equal_bits, within};
 use crate::inputs::Rng;
+use crate::moe;
 use crate::rows::{Run, delta};
 use crate::suite::{Suite, Verdict};
 
@@ -32,6 +33,8 @@ struct Case {
     index: Option<(IndexConfig, Compressor)>,
     row_format: RowFormat,
     key_format: RowFormat,
+    /// Of the first output projection.
+    out_a: Format,
     runs: Vec<Run>,
     ctx: CtxClass,
     /// Some scores are NaN.
@@ -179,7 +182,10 @@ fn with_layer<D: OpsV4 + Alloc + Landing + Readback + Steps, T>(
         kv_norm: dev.vector("kv_norm", &near_one(&mut rng, att.dim)).map_err(text)?,
         sinks: dev.vector("sinks", &rng.values(att.heads, 2.0)).map_err(text)?,
         pool,
-        out_a: matrix(dev, &mut rng, att.groups, att.group_out, att.q_dim() / att.groups)?,
+        out_a: match case.out_a {
+            Format::Q8_0 => matrix(dev, &mut rng, att.groups, att.group_out, att.q_dim() / att.groups)?,
+            other => moe::matrix(dev, other, att.groups, att.group_out, att.q_dim() / att.groups).map_err(text)?,
+        },
         out_b: matrix(dev, &mut rng, 1, 32, att.groups * att.group_out)?,
     };
     let angles: Vec<f32> = (0..case.context() * ROPE_DIM / 2)
@@ -348,8 +354,10 @@ fn compare(case: &Case, want: &Left, got: &Left) -> Verdict {
     }
     let (want_picks, got_picks) = (chosen(case, &want.picks), chosen(case, &got.picks));
     verdicts.push(equal(&want_picks, &got_picks).map_err(|why| format!("picks: {why}")));
-    // Values are up to a few. A product sees them as int8, where the least difference may be a step of amax / 127.
-    verdicts.push(within(&want.grouped, &got.grouped, 1e-2, 1e-3).map_err(|why| format!("grouped: {why}")));
+    // Values are up to a few. A product sees them as int8, where the least difference may be a step of amax / 127. Weights are up to
+    // a quarter, those of FP8 up to 7.
+    let bound = if case.out_a == Format::Fp8 { 2.0 } else { 1e-2 };
+    verdicts.push(within(&want.grouped, &got.grouped, bound, 1e-3).map_err(|why| format!("grouped: {why}")));
     verdicts.push(within(&want.out, &got.out, 1e-4, 1e-4).map_err(|why| format!("out: {why}")));
     all(verdicts)
 }
@@ -411,6 +419,7 @@ pub fn cases(suite: &mut Suite) {
             ("sparse", Some(sparse(dim)), Some((index(heads, top), sparse(128)))),
         ]
     };
+    let out_a = Format::Q8_0;
     let formats = [
         (RowFormat::Fp8, RowFormat::Fp4),
         (RowFormat::RoundedFp8, RowFormat::RoundedFp4),
@@ -422,7 +431,7 @@ pub fn cases(suite: &mut Suite) {
                 for (table, runs) in tables(size == "flash").into_iter().enumerate() {
                     let ctx = CtxClass::of(runs.iter().map(|run| run.pos + run.rows).max().unwrap_or(0) as u32);
                     let ctx = if size == "small" { CtxClass::Medium } else { ctx };
-                    let case = Case { att, rows, index, row_format, key_format, runs, ctx, faulty: false };
+                    let case = Case { att, rows, index, row_format, key_format, out_a, runs, ctx, faulty: false };
                     suite.case(&format!("latent/{size}/{kind}/{row_format:?}/{table}"), |suite| {
                         same(suite, &case, Mutant::None)
                     });
@@ -436,11 +445,20 @@ pub fn cases(suite: &mut Suite) {
     let (kind, rows, index) = kinds(512, 64, 512)[2];
     let (row_format, key_format) = formats[0];
     let runs = tables(true).swap_remove(2);
-    let case = Case { att: flash(), rows, index, row_format, key_format, runs, ctx: CtxClass::Medium, faulty: false };
+    let (att, ctx, faulty) = (flash(), CtxClass::Medium, false);
+    let case = Case { att, rows, index, row_format, key_format, out_a, runs, ctx, faulty };
     suite.case(&format!("latent/{kind}/alone"), |suite| alone(suite, &case, Mutant::None));
     suite.mutant(&format!("latent/{kind}/alone"), |suite| alone(suite, &case, Mutant::SplitsFollowRows));
     let more = Case { runs: tables(true).swap_remove(3), ..case.clone() };
     suite.case(&format!("latent/{kind}/alone of 12"), |suite| alone(suite, &more, Mutant::None));
+    // A first output projection that reads what the heads left as it is, and one that rounds it where it stands.
+    for out_a in [Format::F16, Format::Fp8] {
+        for case in [&case, &more] {
+            let case = Case { out_a, ..case.clone() };
+            let name = format!("latent/{kind}/{} outputs of {} rows", out_a.name(), case.rows());
+            suite.case(&name, |suite| all([same(suite, &case, Mutant::None), alone(suite, &case, Mutant::None)]));
+        }
+    }
     suite.mutant(&format!("latent/{kind}/rotated"), |suite| same(suite, &case, Mutant::StillRotated));
     suite.mutant(&format!("latent/{kind}/bias"), |suite| same(suite, &case, Mutant::NoBias));
     // More keys than a block picks among by itself, and than one keeps; more splits than a cluster has blocks.
@@ -482,6 +500,7 @@ fn measure(suite: &Suite, kind: (&str, Option<Compressor>, Option<(IndexConfig, 
             index: kind.2,
             row_format: RowFormat::Fp8,
             key_format: RowFormat::Fp4,
+            out_a: Format::Q8_0,
             runs: vec![Run { pos, rows, live: true }; sequences],
             ctx: CtxClass::of(pos as u32 + 512),
             faulty: false,

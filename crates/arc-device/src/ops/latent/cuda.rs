@@ -1,7 +1,7 @@
 //! DeepSeek-V4's attention on the GPU: what stands between the products.
 //!
 //! `attn_latent` leaves its result twice: as the contract has it, and with the rotation undone, which is what the first
-//! output projection reads. So the inverse rotation costs no launch.
+//! output projection reads, where its inputs stand. So the inverse rotation costs no launch.
 
 use crate::cuda::{Arg, Cuda, CudaBuf, Grid, args, kernel};
 use crate::error::{DeviceError, Result};
@@ -120,8 +120,6 @@ const _: () = assert!(size_of::<LatentArgs>() == 376);
 /// Memory of latent attention.
 #[derive(Default)]
 pub(crate) struct Workspace {
-    /// `[rows, heads * dim]`: what the heads read, the rotation undone.
-    turned: Option<CudaBuf<f32>>,
     /// What the attention of one row may read, as it reads it: BF16 rows of `dim + 8` numbers.
     tiles: Option<CudaBuf<u16>>,
     /// What the product before the last `latent_rows` sends.
@@ -139,14 +137,13 @@ pub(crate) struct Workspace {
 impl Workspace {
     /// For a model that gathers heads; none for others.
     pub(crate) fn new(dev: &mut Cuda, shape: &ModelShape) -> Result<Workspace> {
-        let len = dev.limits.rows * shape.gathered;
-        let turned = (len > 0).then(|| dev.take("unrotated heads", MemoryClass::Workspace, len)).transpose()?;
-        let numbers = TILE_ROWS * (MAX_DIM + 8);
-        let tiles = (len > 0).then(|| dev.take("unpacked rows", MemoryClass::Workspace, numbers)).transpose()?;
-        let choice = (len > 0).then(|| Choice::new(dev)).transpose()?;
-        let words = 12 * shape.gathered.div_ceil(32);
-        let sent_codes = (len > 0).then(|| dev.take("heads as sent", MemoryClass::Workspace, words)).transpose()?;
-        Ok(Workspace { turned, tiles, due: None, sent_codes, heads: None, choice, mutant: Mutant::None })
+        if shape.gathered == 0 {
+            return Ok(Workspace::default());
+        }
+        let tiles = dev.take("unpacked rows", MemoryClass::Workspace, TILE_ROWS * (MAX_DIM + 8))?;
+        let choice = Choice::new(dev)?;
+        let sent_codes = dev.take("heads as sent", MemoryClass::Workspace, 12 * shape.gathered.div_ceil(32))?;
+        Ok(Workspace { tiles: Some(tiles), sent_codes: Some(sent_codes), choice: Some(choice), ..Workspace::default() })
     }
 }
 
@@ -245,8 +242,6 @@ impl Cuda {
         if self.latent.mutant == Mutant::NoBias {
             rows_pool.bias = 0;
         }
-        let turned = self.latent.turned.as_ref();
-        assert!(turned.is_some_and(|turned| turned.len() >= rows * att.q_dim()), "{rows} rows of {} heads", att.heads);
         Ok(LatentArgs {
             q: ws.q.ptr(),
             kv: ws.kv.ptr(),
@@ -259,7 +254,7 @@ impl Cuda {
             sinks: w.map_or(0, |w| w.sinks.ptr()),
             picks: ws.picks.ptr(),
             out: ws.out.ptr(),
-            turned: turned.map_or(0, CudaBuf::ptr),
+            turned: self.matmul.floats(rows * att.q_dim()),
             codes: [0; 3],
             parts: self.kv.parts.as_ref().map_or(0, CudaBuf::ptr),
             rows: rows_pool,
@@ -509,7 +504,7 @@ impl Cuda {
         rows: usize,
     ) -> Result<()> {
         let (att, cols) = (layer.attention, w.out_a.cols);
-        let turned = self.latent.turned.as_ref().expect("`finish` makes it for models that gather heads").ptr();
+        let turned = self.matmul.floats(rows * att.q_dim());
         let source = Source { x: turned, ..Source::of(&ws.out, cols) }.rounded(out_a_inputs(layer));
         let out = Out { at: ws.grouped.ptr(), stride: att.groups * att.group_out, then: Then::Store };
         let leave = rounding(layer.inputs, &w.out_b) == Inputs::F32 && !w.out_b.reads().floats;

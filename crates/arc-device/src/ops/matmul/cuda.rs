@@ -341,14 +341,14 @@ impl Cuda {
     ) -> Result<()> {
         self.counters.weight_bytes += w.bytes() as u64;
         let (stride, parts) = (w.stride(1)?, w.parts.len());
-        let which = match self.matmul.ready(&from.for_matrix(w), rows * parts) {
-            Some(which) if !w.reads().floats => which,
-            _ => {
+        let which = self.matmul.ready(&from.for_matrix(w), rows * parts).unwrap_or(0);
+        let given = match self.there(w, from, rows * parts) {
+            Some(given) => given,
+            None => {
                 self.prepare_for(w, from, rows * parts)?;
-                0
+                self.prepared()
             }
         };
-        let given = Given { codes: self.matmul.codes(which), ..self.prepared() };
         let part_rows = w.parts[0].rows;
         let leave = leave && part_rows.is_multiple_of(32) && out.stride == parts * part_rows;
         let left = self.matmul.leave(out.at, out.stride, rows, leave, Some(which));

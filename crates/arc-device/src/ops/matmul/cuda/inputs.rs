@@ -139,6 +139,14 @@ impl Workspace {
         &self.inputs.as_ref().expect("`finish` made it")[which]
     }
 
+    /// Where inputs stand as f32, for a kernel that leaves so many there: products read them as they are, and what rounds them
+    /// takes each before it writes to its place.
+    pub(crate) fn floats(&self, values: usize) -> u64 {
+        let floats = &self.inputs(0).floats;
+        assert!(values <= floats.len(), "{values} inputs, room for {}", floats.len());
+        floats.ptr()
+    }
+
     pub(super) fn codes(&self, which: usize) -> Codes {
         let InputBuffers { q, d, sums, .. } = self.inputs(which);
         Codes { q: q.ptr(), d: d.ptr(), sums: sums.ptr() }
