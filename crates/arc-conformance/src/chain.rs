@@ -1,11 +1,11 @@
 //! Stages behind one another: what a kernel leaves for the products that follow, the bits of a stage by itself do not show.
 
 use arc_device::cuda::Cuda;
-use arc_device::error::Result as DeviceResult;
+use arc_device::error::{Fault, Result as DeviceResult};
 use arc_device::format::Format;
 use arc_device::ops::compress::Compressor;
 use arc_device::ops::hc::{HcConfig, MIXES, STREAMS};
-use arc_device::ops::index::IndexConfig;
+use arc_device::ops::index::{FAULT, IndexConfig};
 use arc_device::ops::latent::cuda::Mutant;
 use arc_device::ops::latent::{LatentConfig, RowFormat};
 use arc_device::ops::matmul::{Bytes, MatrixSource};
@@ -449,8 +449,9 @@ struct Choice {
     faulty: bool,
     /// Whether between two steps there is one whose row is not live.
     idle: bool,
-    /// Positions that there is room for.
+    /// Positions that there is room for, and whether the step's key has fewer.
     room: usize,
+    short: bool,
     eps: f32,
 }
 
@@ -473,7 +474,8 @@ const KEYS: Compressor = Compressor { ratio: 4, overlap: 2, dim: 128 };
 /// An index query that shares its launch with the products before and behind it, and a choice beside them, against steps of
 /// one stage each: no keys but those that are chosen, few and many of them, of a row that completes one and that does not.
 fn chosen(suite: &mut Suite) {
-    let at = |pos, top| Choice { pos, top, alike: false, faulty: false, idle: false, room: ROOM, eps: 1e-6 };
+    let at =
+        |pos, top| Choice { pos, top, alike: false, faulty: false, idle: false, room: ROOM, short: false, eps: 1e-6 };
     let wide = |pos| Choice { room: WIDE, ..at(pos, 512) };
     let same = |suite: &Suite, [alone, together]: [Choice; 2], mutant| -> Verdict {
         let run = |choice: Choice, together, mutant| {
@@ -527,12 +529,27 @@ fn chosen(suite: &mut Suite) {
             same(suite, [faulty; 2], Mutant::None)
         });
     }
+    let past = Choice { short: true, ..long };
+    suite.case("chain/one row's choice/past the key", |suite| past_the_key(suite, past));
+    suite.mutant("chain/one row's choice/past the key", |suite| past_the_key(suite, long));
     suite.mutant("chain/one row's choice/another norm", |suite| {
         same(suite, [Choice { eps: EPS, ..choice }, choice], Mutant::None)
     });
     suite.mutant("chain/one row's choice/another position", |suite| {
         same(suite, [Choice { pos: choice.pos - 1, ..choice }, choice], Mutant::None)
     });
+}
+
+/// More keys than the step has room for: the device says so, and what heads read of what was chosen before is no number.
+fn past_the_key(suite: &Suite, choice: Choice) -> Verdict {
+    let mut gpu = suite.gpu(limits(1, choice.room)).map_err(|error| error.to_string())?;
+    let left = choose(&mut gpu, choice, true).map_err(|error| error.to_string())?;
+    let Some(Fault::Word(word)) = gpu.fault() else { return Err(format!("the fault is {:?}", gpu.fault())) };
+    launches("index_", &["index_choose_many"], &left[0].launched)?;
+    match left.iter().all(|left| left.picks[0] == FAULT && left.out.iter().all(|x| x.is_nan())) {
+        true => Ok(format!("fault word {word:#x}")),
+        false => Err("something was read".to_owned()),
+    }
 }
 
 /// Three tokens' worth of stages, each in a step of its own or `together`; what each token left.
@@ -615,7 +632,8 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
             3 => dev.index_select(&mut ws, &state, &layer, 1),
             _ => dev.attn_latent(&mut ws, &mut state, &w, &layer, true, 1),
         };
-        let key = StepKey::new(1, 256, CtxClass::of(choice.room as u32), Part::Forward);
+        let ctx = if choice.short { CtxClass::Medium } else { CtxClass::of(choice.room as u32) };
+        let key = StepKey::new(1, 256, ctx, Part::Forward);
         let mut launched = Vec::new();
         if together {
             dev.step(key, &mut |dev| (0..5).try_for_each(|i| stage(dev, i)))?;

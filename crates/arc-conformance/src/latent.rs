@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use arc_device::cuda::Cuda;
+use arc_device::error::Fault;
 use arc_device::format::Format;
 use arc_device::ops::compress::Compressor;
 use arc_device::ops::index::{FAULT, IndexConfig};
@@ -392,6 +393,22 @@ fn alone(suite: &Suite, case: &Case, mutant: Mutant) -> Verdict {
     all(verdicts)
 }
 
+/// Rows that see more keys than the step has room for: the device says so, and what heads read of what was chosen before is no
+/// number.
+fn past_the_key(suite: &Suite, case: &Case) -> Verdict {
+    let mut gpu = suite.gpu(case.limits()).map_err(text)?;
+    let left = run(&mut gpu, case, 0..case.rows())?;
+    let Some(Fault::Word(word)) = gpu.fault() else { return Err(format!("the fault is {:?}", gpu.fault())) };
+    let (dim, mut rows) = (case.att.q_dim(), 0);
+    for (r, _) in case.positions().enumerate().filter(|(_, pos)| pos.is_some()) {
+        if left.out[r * dim..(r + 1) * dim].iter().any(|x| !x.is_nan()) {
+            return Err(format!("row {r} read something"));
+        }
+        rows += 1;
+    }
+    Ok(format!("fault word {word:#x}, {rows} rows"))
+}
+
 fn sparse(dim: usize) -> Compressor {
     Compressor { ratio: 4, overlap: 2, dim }
 }
@@ -411,12 +428,12 @@ fn small() -> LatentConfig {
 
 /// Layers of every kind, formats, and row tables.
 pub fn cases(suite: &mut Suite) {
-    let index = |heads, top| IndexConfig { heads, dim: 128, top };
+    let index_of = |heads, top| IndexConfig { heads, dim: 128, top };
     let kinds = |dim: usize, heads: usize, top: usize| {
         [
             ("window", None, None),
             ("heavy", Some(heavy(dim)), None),
-            ("sparse", Some(sparse(dim)), Some((index(heads, top), sparse(128)))),
+            ("sparse", Some(sparse(dim)), Some((index_of(heads, top), sparse(128)))),
         ]
     };
     let out_a = Format::Q8_0;
@@ -467,6 +484,16 @@ pub fn cases(suite: &mut Suite) {
     suite.case(&format!("latent/{kind}/wide"), |suite| same(suite, &wide, Mutant::None));
     let far = at(70_000, CtxClass::Long);
     suite.case(&format!("latent/{kind}/far"), |suite| same(suite, &far, Mutant::None));
+    // More keys than the key of the step has room for: few heads, and heads that meet keys as integers; one row and several.
+    for heads in [8, 64] {
+        let index = Some((index_of(heads, 16), sparse(128)));
+        for runs in [vec![tables(true)[1][0]; 1], tables(true).swap_remove(2)] {
+            let runs = runs.into_iter().map(|run| Run { pos: run.pos + 3000, ..run }).collect();
+            let past = Case { index, runs, ctx: CtxClass::Short, ..case.clone() };
+            let name = format!("latent/{kind}/past the key/{heads} heads, {} rows", past.rows());
+            suite.case(&name, |suite| past_the_key(suite, &past));
+        }
+    }
     let heavy = Case { rows: Some(heavy(512)), index: None, ..far };
     suite.case("latent/heavy/far", |suite| same(suite, &heavy, Mutant::None));
     let faulty = Case { faulty: true, ..case.clone() };

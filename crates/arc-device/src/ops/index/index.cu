@@ -281,7 +281,12 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     const uint32_t r = first + blockIdx.y;
     const RowInfo info = view.infos[r];
     const uint32_t n = info.live ? a.keys.visible(info.pos) : 0;
-    if (n <= a.top || n > most) return;
+    if (n <= a.top) return;
+    if (n > most) {
+        // Told by index_score. What was chosen before is not this row's.
+        if (blockIdx.x == 0 && thread == 0) picks[(size_t)r * a.top] = kIndexFault;
+        return;
+    }
     if (blocks == 1 && n <= kFewThreads * kFewEach) {
         if (thread < kFewThreads) pick_few(a, scores + (size_t)blockIdx.y * most, n, picks + (size_t)r * a.top, few);
         return;
