@@ -33,6 +33,8 @@ struct Left {
     out: Vec<f32>,
     k: Vec<u16>,
     v: Vec<u16>,
+    /// Bytes that were read of it.
+    kv_bytes: u64,
 }
 
 /// Shapes, windows, and row tables of every kind.
@@ -148,18 +150,20 @@ fn run<D: Ops + Alloc + Landing + Readback + Steps>(dev: &mut D, case: &Case) ->
         q_norm: norm(&q_norm),
         k_norm: norm(&k_norm),
     };
-    let key = StepKey::new(rows as u32, 256, case.ctx, Part::Forward);
-    dev.step(key, &mut |dev| {
+    let key = StepKey::new(rows as u32, 256, case.ctx, Part::Whole);
+    let stages = &mut |dev: &mut D| {
         dev.qkv_rope_append(&mut qkv, &mut kv, &cfg, rows)?;
-        dev.attention(&mut out, &qkv, &kv, att, rows)
-    })
-    .map_err(text)?;
-    let mut left =
-        Left { qkv: vec![0.0; rows * att.qkv_dim()], out: vec![0.0; rows * att.n_heads * att.head_dim], k, v };
+        dev.attention(&mut out, &qkv, &kv, att, rows)?;
+        dev.commit(rows, 0)
+    };
+    let step = dev.step(key, stages).map_err(text)?;
+    let (qkv_len, out_len) = (rows * att.qkv_dim(), rows * att.n_heads * att.head_dim);
+    let mut left = Left { qkv: vec![0.0; qkv_len], out: vec![0.0; out_len], k, v, kv_bytes: 0 };
     dev.read(&qkv, &mut left.qkv).map_err(text)?;
     dev.read(&out, &mut left.out).map_err(text)?;
     dev.read(&kv.k, &mut left.k).map_err(text)?;
     dev.read(&kv.v, &mut left.v).map_err(text)?;
+    left.kv_bytes = dev.clocks(step).kv_bytes;
     Ok(left)
 }
 
@@ -179,6 +183,7 @@ fn same(suite: &Suite, case: &Case, change: impl Fn(&mut Case)) -> Verdict {
         equal(&want.k, &got.k),
         equal(&want.v, &got.v),
         equal_bits(&want.out, &got.out),
+        equal(&[want.kv_bytes], &[got.kv_bytes]).map_err(|why| format!("bytes read: {why}")),
     ])
 }
 

@@ -40,6 +40,8 @@ struct Case {
     ctx: CtxClass,
     /// Some scores are NaN.
     faulty: bool,
+    /// The step runs in two parts.
+    parts: bool,
 }
 
 impl Case {
@@ -79,6 +81,8 @@ struct Left {
     grouped: Vec<f32>,
     window: Vec<u8>,
     pools: Vec<(Vec<f32>, Vec<u8>)>,
+    /// Bytes that were read of window and pools.
+    kv_bytes: u64,
 }
 
 /// Stored rows with plain numbers in them.
@@ -261,17 +265,24 @@ fn run<D: OpsV4 + Alloc + Landing + Readback + Steps>(
 ) -> Result<Left, String> {
     let rows = part.len();
     with_layer(dev, case, part, |dev, ws, state, w, layer| {
-        let select = case.select();
-        dev.step(StepKey::new(rows as u32, 256, case.ctx, Part::Forward), &mut |dev| {
+        let (select, key) = (case.select(), StepKey::new(rows as u32, 256, case.ctx, Part::Whole));
+        let mut stages = |dev: &mut D| {
             dev.attn_q_kv(ws, state, w, layer, select, rows)?;
             if select {
                 dev.index_select(ws, state, layer, rows)?;
             }
             dev.attn_latent(ws, state, w, layer, select, rows)?;
             dev.attn_out_a(ws, w, layer, rows)
-        })
-        .map_err(text)?;
-        read_all(dev, case, rows, ws, state)
+        };
+        let step = if case.parts {
+            dev.step(StepKey { part: Part::Forward, ..key }, &mut stages).map_err(text)?;
+            dev.step(StepKey { part: Part::Sample, ..key }, &mut |dev| dev.commit(rows, 0))
+        } else {
+            dev.step(key, &mut |dev| stages(dev).and_then(|()| dev.commit(rows, 0)))
+        };
+        let mut left = read_all(dev, case, rows, ws, state)?;
+        left.kv_bytes = dev.clocks(step.map_err(text)?).kv_bytes;
+        Ok(left)
     })
 }
 
@@ -317,6 +328,7 @@ fn read_all<D: Readback>(
         grouped: read(dev, &ws.grouped, rows * att.groups * att.group_out)?,
         window: read_bytes(dev, &state.window, slots * att.ring() * case.row_format.row_bytes(att.dim))?,
         pools,
+        kv_bytes: 0,
     })
 }
 
@@ -341,6 +353,7 @@ fn live(case: &Case, values: &[f32], dim: usize) -> Vec<f32> {
 
 fn compare(case: &Case, want: &Left, got: &Left) -> Verdict {
     let mut verdicts = vec![
+        equal(&[want.kv_bytes], &[got.kv_bytes]).map_err(|why| format!("bytes read: {why}")),
         equal_bits(&want.kv, &got.kv).map_err(|why| format!("kv: {why}")),
         equal(&want.window, &got.window).map_err(|why| format!("window: {why}")),
     ];
@@ -448,7 +461,18 @@ pub fn cases(suite: &mut Suite) {
                 for (table, runs) in tables(size == "flash").into_iter().enumerate() {
                     let ctx = CtxClass::of(runs.iter().map(|run| run.pos + run.rows).max().unwrap_or(0) as u32);
                     let ctx = if size == "small" { CtxClass::Medium } else { ctx };
-                    let case = Case { att, rows, index, row_format, key_format, out_a, runs, ctx, faulty: false };
+                    let case = Case {
+                        att,
+                        rows,
+                        index,
+                        row_format,
+                        key_format,
+                        out_a,
+                        runs,
+                        ctx,
+                        faulty: false,
+                        parts: false,
+                    };
                     suite.case(&format!("latent/{size}/{kind}/{row_format:?}/{table}"), |suite| {
                         same(suite, &case, Mutant::None)
                     });
@@ -463,7 +487,7 @@ pub fn cases(suite: &mut Suite) {
     let (row_format, key_format) = formats[0];
     let runs = tables(true).swap_remove(2);
     let (att, ctx, faulty) = (flash(), CtxClass::Medium, false);
-    let case = Case { att, rows, index, row_format, key_format, out_a, runs, ctx, faulty };
+    let case = Case { att, rows, index, row_format, key_format, out_a, runs, ctx, faulty, parts: false };
     suite.case(&format!("latent/{kind}/alone"), |suite| alone(suite, &case, Mutant::None));
     suite.mutant(&format!("latent/{kind}/alone"), |suite| alone(suite, &case, Mutant::SplitsFollowRows));
     let more = Case { runs: tables(true).swap_remove(3), ..case.clone() };
@@ -496,6 +520,8 @@ pub fn cases(suite: &mut Suite) {
     }
     let heavy = Case { rows: Some(heavy(512)), index: None, ..far };
     suite.case("latent/heavy/far", |suite| same(suite, &heavy, Mutant::None));
+    let parts = Case { parts: true, ..case.clone() };
+    suite.case(&format!("latent/{kind}/in two parts"), |suite| same(suite, &parts, Mutant::None));
     let faulty = Case { faulty: true, ..case.clone() };
     suite.case(&format!("latent/{kind}/faulty"), |suite| same(suite, &faulty, Mutant::None));
     let mut narrow = case.clone();
@@ -531,6 +557,7 @@ fn measure(suite: &Suite, kind: (&str, Option<Compressor>, Option<(IndexConfig, 
             runs: vec![Run { pos, rows, live: true }; sequences],
             ctx: CtxClass::of(pos as u32 + 512),
             faulty: false,
+            parts: false,
         };
         let rows = case.rows();
         let mut gpu = suite.gpu(case.limits()).map_err(text)?;

@@ -119,7 +119,7 @@ pub fn cases(suite: &mut Suite) {
     }
     let case = Case::smollm2(300, 34, Adjacent);
     suite.case("layers/smollm2/more than a launch has", |suite| {
-        same(suite, &case, &case, |launched| launches("", &["step_begin", KERNEL, KERNEL], launched))
+        same(suite, &case, &case, |launched| launches("", &["step_begin", KERNEL, KERNEL, "step_count"], launched))
     });
     let case = Case { live: false, ..Case::smollm2(0, 2, Adjacent) };
     suite.case("layers/inert", |suite| one(suite, &case, &case));
@@ -157,7 +157,7 @@ fn beyond(suite: &mut Suite) {
 
 /// One launch.
 fn one(suite: &Suite, case: &Case, changed: &Case) -> Verdict {
-    same(suite, case, changed, |launched| launches("", &["step_begin", KERNEL], launched))
+    same(suite, case, changed, |launched| launches("", &["step_begin", KERNEL, "step_count"], launched))
 }
 
 /// Six launches a layer, or more.
@@ -305,7 +305,7 @@ fn same(suite: &Suite, case: &Case, changed: &Case, launched: fn(&[&str]) -> Ver
 fn past_the_key(suite: &Suite, case: &Case) -> Verdict {
     let mut gpu = suite.gpu(case.limits()).map_err(|error| error.to_string())?;
     let got = run(&mut gpu, case)?;
-    launches("", &["step_begin", KERNEL], &gpu.launched().collect::<Vec<_>>())?;
+    launches("", &["step_begin", KERNEL, "step_count"], &gpu.launched().collect::<Vec<_>>())?;
     let Some(Fault::Word(word)) = gpu.fault() else { return Err(format!("the fault is {:?}", gpu.fault())) };
     equal_bits(&got.start, &got.x)?;
     Ok(format!("fault word {word:#x}"))

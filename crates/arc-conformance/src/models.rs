@@ -38,6 +38,7 @@ pub fn cases(suite: &mut Suite, models: &[PathBuf]) {
         suite.case(&format!("model/{name}/flat"), |suite| flat(suite, path));
         suite.case(&format!("model/{name}/replay"), |suite| replay(suite, path));
         suite.case(&format!("model/{name}/scripted_drafts"), |suite| scripted_drafts(suite, path));
+        suite.case(&format!("model/{name}/kv_bytes"), |suite| kv_bytes(suite, path));
         golden::cases(suite, &name, path);
         let Ok(file) = ModelFile::open(path) else { continue };
         if let Ok(ModelConfig::DeepseekV4(_)) = ModelConfig::read(&file) {
@@ -230,6 +231,39 @@ fn greedy(suite: &Suite, path: &Path) -> Verdict {
 /// both devices as close as the fixture's README asks.
 fn greedy_reference(suite: &Suite, path: &Path) -> Verdict {
     both(suite, path, limits(1, 256), Numerics::Reference, |vocab| vec![(prompt(&mut Rng(19), 400, vocab), 64)])
+}
+
+/// Both devices count the same bytes of their KV cache, over a prompt and the tokens behind it, and with drafts where there is a
+/// block that makes some.
+fn kv_bytes(suite: &Suite, path: &Path) -> Verdict {
+    let (mut text, greedy) = (String::new(), || SamplerConfig { temperature: 0.0, ..SamplerConfig::default() });
+    let block = ModelFile::open(path).is_ok_and(|file| has_draft_block(&file));
+    for drafted in [false, true].into_iter().take(1 + usize::from(block)) {
+        let count = |on| -> Result<_, String> {
+            let drafts = if drafted { Drafts::OwnBlock(3) } else { Drafts::Off };
+            // How far ahead steps are enqueued has a say in how many drafts are wanted.
+            let switches = Switches { device_loop: !drafted, ..Switches::default() };
+            let rig = Rig::with(on, path, limits(1, 64), switches, drafts, Numerics::Reference)?;
+            let asked = request(prompt(&mut Rng(23), 200, rig.vocab), 40, greedy(), 0);
+            let tokens = ids(&rig.ask(vec![Request { logprobs: None, ..asked }])?[0]);
+            let mut stats = rig.engine.stats();
+            // Steps that were under way when the last token came read nothing.
+            while stats.running > 0 || stats.steps != rig.engine.stats().steps {
+                std::thread::sleep(Duration::from_millis(5));
+                stats = rig.engine.stats();
+            }
+            Ok((tokens, stats.drafted, stats.kv_bytes))
+        };
+        let (want, got) = (count(On::Cpu)?, count(On::Gpu { ordinal: suite.ordinal(), capture: true })?);
+        if (&want.0, want.1) != (&got.0, got.1) || drafted != (want.1 > 0) {
+            return Err(format!("tokens or drafts differ: {want:?}, {got:?}"));
+        }
+        if want.2 != got.2 || want.2 == 0 {
+            return Err(format!("{} bytes wanted, {}", want.2, got.2));
+        }
+        text += &format!("{} drafts, {} bytes; ", got.1, got.2);
+    }
+    Ok(text)
 }
 
 /// Prompts with so many greedy tokens behind each: equal on both devices, or parted at a near-tie of both, which is shown.

@@ -1,6 +1,7 @@
 //! Counters of everything a step can cost. Each is moved by the one function that does the thing.
 
 pub mod heap;
+pub mod kv;
 
 /// Totals since the device was made; a step's cost is a difference of two snapshots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -27,8 +28,6 @@ pub struct Counters {
     pub d2h_bytes: u64,
     /// Bytes of weights that the stages had to read.
     pub weight_bytes: u64,
-    /// Bytes of KV cache that the stages had to read.
-    pub kv_bytes: u64,
 }
 
 impl std::ops::Sub for Counters {
@@ -47,7 +46,6 @@ impl std::ops::Sub for Counters {
             d2h_copies: self.d2h_copies - before.d2h_copies,
             d2h_bytes: self.d2h_bytes - before.d2h_bytes,
             weight_bytes: self.weight_bytes - before.weight_bytes,
-            kv_bytes: self.kv_bytes - before.kv_bytes,
         }
     }
 }

@@ -24,6 +24,7 @@ use std::sync::Arc;
 use std::thread::ThreadId;
 
 use crate::count::Counters;
+use crate::count::kv::{KvRead, KvReads};
 use crate::error::{DeviceError, Fault, Result};
 use crate::ops::matmul::MatrixSource;
 use crate::ops::matmul::cuda::CudaMatrix;
@@ -167,6 +168,8 @@ pub struct Cuda {
     settles: bool,
     /// Whether stages run over the draft rows.
     pub(crate) drafting: bool,
+    /// What stages over the step's rows read of the KV cache, and since the last drafts those over the draft rows.
+    reads: [KvReads; 2],
     /// Longest context of the step that is being enqueued.
     pub(crate) ctx: CtxClass,
     graphs: HashMap<StepKey, Recorded>,
@@ -216,6 +219,7 @@ impl Cuda {
             rows: 0,
             settles: false,
             drafting: false,
+            reads: [KvReads::default(); 2],
             ctx: CtxClass::Long,
             graphs: HashMap::new(),
             launched: Vec::new(),
@@ -373,6 +377,7 @@ impl Cuda {
         (self.rows, self.settles, self.drafting) = (key.rows as usize, key.drafts > 0, false);
         self.forget_held();
         self.launched.clear();
+        self.reads = Default::default();
         let view = self.view();
         let threads = key.rows.next_multiple_of(32).clamp(32, 1024);
         let grid = Grid::new(1, threads).shared(12 * self.limits.slots as u32);
@@ -381,7 +386,17 @@ impl Cuda {
         body(self)?;
         self.launch_held()?;
         // Nobody behind the step takes what its last site put off.
-        crate::ops::hc::cuda::settle(self)
+        crate::ops::hc::cuda::settle(self)?;
+        if key.part == Part::Forward && !self.reads[0].is_empty() {
+            let reads = self.reads[0];
+            self.launch(kernel!("step_count"), Grid::new(1, 32), args![&view, Arg::of(&reads), key.rows])?;
+        }
+        Ok(())
+    }
+
+    /// A stage reads this of the KV cache; what it comes to by the rows' positions, the step's last kernel finds.
+    pub(crate) fn count_read(&mut self, read: KvRead) {
+        self.reads[usize::from(self.drafting)].add(read);
     }
 
     /// Rows of the step that is being enqueued.
@@ -401,8 +416,8 @@ impl Cuda {
     /// Publishes the step.
     pub(crate) fn publish(&mut self, rows: usize) -> Result<()> {
         self.drafting = false;
-        let view = self.view();
-        let args = args![&view, rows as u32, u32::from(self.settles)];
+        let (view, reads) = (self.view(), self.reads[0]);
+        let args = args![&view, Arg::of(&reads), rows as u32, u32::from(self.settles)];
         self.launch(kernel!("step_commit"), Grid::new(1, 256), args)
     }
 
@@ -417,8 +432,8 @@ impl Cuda {
 
     /// Takes drawn drafts into their slots.
     pub(crate) fn push_drafts(&mut self, n: usize) -> Result<()> {
-        let draft = self.view();
-        self.launch(kernel!("step_push_drafts"), Grid::new(1, 256), args![&draft, n as u32])
+        let (draft, reads) = (self.view(), std::mem::take(&mut self.reads[1]));
+        self.launch(kernel!("step_push_drafts"), Grid::new(1, 256), args![&draft, Arg::of(&reads), n as u32])
     }
 
     /// Gives drafts from a script to the slots that want some, up to `drafts` each, between `sample` and `commit`:

@@ -19,6 +19,7 @@
 //! from its position alone: to run a position again gives the same state, to take positions back moves a cursor, and a
 //! slot or a block may hold whatever its former owner left.
 
+use crate::count::kv::KvRead;
 use crate::error::Result;
 use crate::ops::compress::Compressor;
 use crate::ops::hc::HcConfig;
@@ -195,6 +196,20 @@ impl<D: Buffers> LatentLayer<'_, D> {
     /// Where the indexer's values begin in a row of [`LatentWork::pool`].
     pub fn keys_at(&self) -> usize {
         self.rows.map_or(0, |rows| 2 * rows.width())
+    }
+
+    /// What scores of keys read.
+    pub(crate) fn scored(&self, index: IndexConfig, keys: Compressor) -> KvRead {
+        KvRead::rows(self.key_format.row_bytes(index.dim), keys.ratio, index.top, usize::MAX)
+    }
+
+    /// What the attention reads: recent rows, and compressed ones. `select`: whether they are chosen.
+    pub(crate) fn attended(&self, select: bool) -> impl Iterator<Item = KvRead> {
+        let (att, row_bytes) = (self.attention, self.row_format.row_bytes(self.attention.dim));
+        let top = self.index.filter(|_| select).map_or(usize::MAX, |(index, _)| index.top);
+        let recent = KvRead::keys(row_bytes, Some(att.window as u32), 1);
+        let compressed = self.rows.map(|rows| KvRead::rows(row_bytes, rows.ratio, 0, top));
+        std::iter::once(recent).chain(compressed)
     }
 }
 

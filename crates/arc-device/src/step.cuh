@@ -89,9 +89,21 @@ struct Landed {
 };
 static_assert(sizeof(Landed) == 204);
 
+// `StepClocks` of step.rs.
 struct Clocks {
-    uint64_t start_ns, sample_ns, commit_ns;
+    uint64_t start_ns, sample_ns, commit_ns, kv_bytes;
 };
+
+// What stages of one kind read of the KV cache; `KvRead` of count/kv.rs.
+struct KvRead {
+    uint64_t bytes;
+    uint32_t ratio, window, together, above, most, unused;
+};
+struct KvReads {
+    uint32_t n, unused;
+    KvRead reads[8];
+};
+static_assert(sizeof(KvReads) == 264);
 
 // What the device counts by itself.
 struct Progress {

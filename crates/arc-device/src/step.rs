@@ -281,7 +281,8 @@ pub mod landed_flags {
     pub const FAULT: u32 = NON_FINITE | NOTHING_TO_SAMPLE | OUT_OF_RANGE;
 }
 
-/// Device time stamps of a step, in nanoseconds of one device clock.
+/// What a device notes of a step: time stamps, in nanoseconds of one clock, and what depends on positions, which nobody else
+/// knows while steps are in flight.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StepClocks {
@@ -291,6 +292,8 @@ pub struct StepClocks {
     pub sample_ns: u64,
     /// When it was committed.
     pub commit_ns: u64,
+    /// Bytes of KV cache that its stages had to read, as [`KvRead`](crate::count::kv::KvRead) counts them.
+    pub kv_bytes: u64,
 }
 
 /// Sizes that are fixed at load; all memory follows from them.

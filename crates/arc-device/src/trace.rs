@@ -94,7 +94,6 @@ impl Trace {
     fn stage(&mut self, name: &'static str, what: String, weight_bytes: u64, kv_bytes: u64) -> Result<()> {
         self.counters.launches += 1;
         self.counters.weight_bytes += weight_bytes;
-        self.counters.kv_bytes += kv_bytes;
         self.stages.push(Stage { name, what, weight_bytes, kv_bytes });
         Ok(())
     }

@@ -60,7 +60,7 @@ pub struct StepRecord {
     pub mask_wait_us: f64,
     /// Bytes of weights that the step had to read.
     pub weight_bytes: u64,
-    /// Bytes of KV cache that the step had to read.
+    /// Bytes of KV cache that the step had to read, as its device found when it ran.
     pub kv_bytes: u64,
 }
 
@@ -78,7 +78,6 @@ impl StepRecord {
         self.d2h_copies = c.d2h_copies;
         self.d2h_bytes = c.d2h_bytes;
         self.weight_bytes = c.weight_bytes;
-        self.kv_bytes = c.kv_bytes;
     }
 }
 
@@ -161,6 +160,8 @@ pub struct EngineStats {
     pub two_part_steps: u64,
     /// Rows drawn on the host.
     pub host_rows: u64,
+    /// Bytes of KV cache that steps had to read.
+    pub kv_bytes: u64,
     /// Everything that was counted.
     pub counters: Counters,
     /// Microseconds that the engine thread waited for grammar masks.
@@ -195,6 +196,7 @@ impl EngineStats {
         self.rows += u64::from(r.rows);
         self.drafted += u64::from(r.drafted);
         self.accepted += u64::from(r.accepted);
+        self.kv_bytes += r.kv_bytes;
         self.mask_wait_us += r.mask_wait_us;
         self.step_time.add(r.gap_us + r.fwd_us + r.sample_us);
     }

@@ -144,6 +144,7 @@ impl Ops for Cpu {
         let heads = cfg.n_heads / cfg.n_kv_heads;
         assert!(cfg.head_dim <= MAX_HEAD_DIM && heads <= MAX_GROUP, "{cfg:?} was not checked at load");
         self.counters.launches += 1;
+        self.state.count_read(cfg.read(), rows);
         let state = &self.state;
         let out_dim = cfg.n_heads * cfg.head_dim;
         for (r, info) in state.infos()[..rows].iter().enumerate() {
@@ -157,7 +158,6 @@ impl Ops for Cpu {
             Group { cfg, k: &kv.k, v: &kv.v, blocks: state.blocks(info.slot), kv_head, pos: info.pos, rows: rows.rows }
         };
         let n_groups = state.groups().len();
-        self.counters.kv_bytes += (0..n_groups).map(|i| group(i, 0).kv_bytes()).sum::<u64>();
         let (qkv_dim, kv_heads) = (cfg.qkv_dim(), cfg.n_kv_heads);
         let row_of = |i: usize| state.groups()[i].first;
         let view = out.shared();

@@ -247,11 +247,10 @@ impl OpsV4 for Cpu {
     ) -> Result<()> {
         let Some(((cfg, keys), state)) = layer.index.zip(state.keys.as_ref()) else { return Ok(()) };
         self.counters.launches += 1;
-        let infos = &self.state.infos()[..rows];
         let row_bytes = layer.key_format.row_bytes(cfg.dim);
+        self.state.count_read(layer.scored(cfg, keys), rows);
+        let infos = &self.state.infos()[..rows];
         let scored = |info: &RowInfo| if info.live { keys.visible(info.pos) } else { 0 };
-        let read = infos.iter().map(scored).filter(|&n| n > cfg.top).sum::<usize>();
-        self.counters.kv_bytes += (read * row_bytes) as u64;
         let factor = (cfg.dim as f32).sqrt().recip() * (cfg.heads as f32).sqrt().recip();
         let (stride, weights_at) = (layer.pool_dim(), layer.pool_dim() - cfg.heads);
         let (picks, index_q, pool) = (ws.picks.shared(), &ws.index_q, &ws.pool);
@@ -292,11 +291,10 @@ impl OpsV4 for Cpu {
         let (dim, q_dim, ring, format) = (att.dim, att.q_dim(), att.ring(), layer.row_format);
         let row_bytes = format.row_bytes(dim);
         let top = layer.index.filter(|_| select).map_or(usize::MAX, |(index, _)| index.top);
+        layer.attended(select).for_each(|read| self.state.count_read(read, rows));
         let infos = &self.state.infos()[..rows];
         let window_rows = |info: &RowInfo| info.pos as usize + 1 - att.first_visible(info.pos);
         let pooled_rows = |info: &RowInfo| layer.rows.map_or(0, |rows| rows.visible(info.pos));
-        let read = infos.iter().filter(|info| info.live).map(|info| window_rows(info) + pooled_rows(info).min(top));
-        self.counters.kv_bytes += (read.sum::<usize>() * row_bytes) as u64;
         let device = &self.state;
         let (out, kv, picks, q) = (ws.out.shared(), &ws.kv, &ws.picks, ws.q.shared());
         let (window, pooled) = (&state.window, state.rows.as_ref());

@@ -3,7 +3,9 @@
 use std::time::Instant;
 
 use super::Wanted;
+use crate::count::kv::KvRead;
 use crate::error::{DeviceError, Result};
+use crate::ops::kv::GROUP_ROWS;
 use crate::ops::sample::dry::DryTable;
 use crate::ops::sample::seen::SeenTokens;
 use crate::ops::sample::{DryInputs, RowInputs, Sampled, SamplerParams, Scratch, logprobs_row, sample_row};
@@ -11,9 +13,6 @@ use crate::step::{
     BLOCK_TOKENS, Forced, Landed, Limits, MAX_DRAFTS, Part, Row, SlotInit, StepClocks, StepDelta, StepKey,
     TOKEN_OF_SLOT, landed_flags, row_flags, slot_flags,
 };
-
-/// Rows of one sequence that share a tile of keys.
-const GROUP_ROWS: usize = 8;
 
 /// A row of the current step, resolved against its slot.
 #[derive(Debug, Clone, Copy, Default)]
@@ -197,6 +196,7 @@ impl State {
         }
         if key.part != Part::Sample {
             self.now.start_ns = self.elapsed_ns();
+            self.now.kv_bytes = 0;
         }
         self.part = key.part;
         self.begun += 1;
@@ -318,6 +318,12 @@ impl State {
             self.kept.extend_from_slice(&logits[..self.heads.len() * self.vocab]);
             self.fetched.clear();
         }
+    }
+
+    /// Counts what a stage over the first `rows` rows reads of the KV cache.
+    pub fn count_read(&mut self, read: KvRead, rows: usize) {
+        let live = self.infos()[..rows].iter().filter(|info| info.live);
+        self.now.kv_bytes += live.map(|info| read.of(info.pos, info.back, info.ahead)).sum::<u64>();
     }
 
     pub fn stamp_forward(&mut self) {

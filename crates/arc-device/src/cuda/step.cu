@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(1024) step_begin(StepView v, uint32
     if (tid == 0) {
         begun = v.progress->begun + 1;
         v.progress->begun = begun;
-        if (stamp) v.progress->now.start_ns = now_ns();
+        if (stamp) v.progress->now.start_ns = now_ns(), v.progress->now.kv_bytes = 0;
     }
     for (uint32_t s = tid; s < v.n_slots; s += n) {
         first[s] = bad[s] = kNone;
@@ -197,6 +197,27 @@ extern "C" __global__ void __launch_bounds__(1024) step_begin(StepView v, uint32
 
 namespace {
 
+// What reads of one kind come to for a row: `KvRead::of` of count/kv.rs.
+__device__ uint64_t read_of(const KvRead& read, const RowInfo& info) {
+    const uint32_t visible = info.pos + 1;
+    uint32_t n = 0;
+    if (read.ratio > 0) {
+        const uint32_t rows = visible / read.ratio;
+        if (rows > read.above) n = min(rows, read.most);
+    } else if (info.back % read.together == 0) {
+        n = min(visible, read.window) + min(info.ahead, read.together - 1);
+    }
+    return info.live ? n * read.bytes : 0;
+}
+
+// What a step reads over `rows` rows, by a warp.
+__device__ uint64_t read_by_warp(const KvReads& reads, const RowInfo* infos, uint32_t rows) {
+    uint64_t sum = 0;
+    for (uint32_t i = threadIdx.x & 31; i < rows * reads.n; i += 32) sum += read_of(reads.reads[i % reads.n], infos[i / reads.n]);
+    for (int step = 16; step > 0; step >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    return sum;
+}
+
 // Takes a token into the sequence, and says whether that ends it.
 __device__ uint32_t emit(const StepView& v, uint32_t at, uint32_t token) {
     Slot& slot = v.slots[at];
@@ -270,8 +291,18 @@ extern "C" __global__ void __launch_bounds__(1024) step_settle(StepView v) {
     settle_all(v);
 }
 
-// Moves positions and publishes the step, after emitting what was drawn where that was not done: one block.
-extern "C" __global__ void __launch_bounds__(1024) step_commit(StepView v, uint32_t rows, uint32_t settled) {
+// Counts what a forward part alone has read. One warp.
+extern "C" __global__ void __launch_bounds__(32) step_count(StepView v, const __grid_constant__ KvReads reads, uint32_t rows) {
+    pdl_launch();
+    pdl_wait();
+    const uint64_t read = read_by_warp(reads, v.infos, rows);
+    if (threadIdx.x == 0) v.progress->now.kv_bytes += read;
+}
+
+// Moves positions and publishes the step, after emitting what was drawn where that was not done: one block of at least two
+// warps. `reads`: of the stages over its rows.
+extern "C" __global__ void __launch_bounds__(1024) step_commit(StepView v, const __grid_constant__ KvReads reads, uint32_t rows,
+                                                               uint32_t settled) {
     pdl_launch();
     pdl_wait();
     if (!settled) {
@@ -298,10 +329,14 @@ extern "C" __global__ void __launch_bounds__(1024) step_commit(StepView v, uint3
         if (info.live && counts) atomicAdd(&v.slots[info.slot].pos, 1u);
     }
     if (threadIdx.x == 0) {
-        Clocks now = v.progress->now;
-        now.commit_ns = now_ns();
-        v.ring_clocks[entry] = now;
+        const Clocks& now = v.progress->now;
+        Clocks& to = v.ring_clocks[entry];
+        to.start_ns = now.start_ns, to.sample_ns = now.sample_ns, to.commit_ns = now_ns();
         v.progress->step = step;
+    } else if (threadIdx.x / 32 == 1) {
+        // Nobody waits for this warp.
+        const uint64_t read = read_by_warp(reads, v.infos, rows);
+        if (threadIdx.x == 32) v.ring_clocks[entry].kv_bytes = v.progress->now.kv_bytes + read;
     }
     __threadfence_system();
     __syncthreads();
@@ -351,10 +386,16 @@ extern "C" __global__ void __launch_bounds__(1024) step_draft_rows(StepView v, S
     if (threadIdx.x == 0) draft.counts[0] = draft.counts[1] = found < n ? found : n;
 }
 
-// Takes the drawn drafts (the `landed` of the draft table) into their slots, and moves the draft rows on: one block.
-extern "C" __global__ void __launch_bounds__(1024) step_push_drafts(StepView draft, uint32_t n) {
+// Takes the drawn drafts (the `landed` of the draft table) into their slots, and moves the draft rows on: one block. `reads`: of
+// the stages over draft rows since the last drafts.
+extern "C" __global__ void __launch_bounds__(1024) step_push_drafts(StepView draft, const __grid_constant__ KvReads reads, uint32_t n) {
     pdl_launch();
     pdl_wait();
+    if (threadIdx.x < 32) {
+        const uint64_t read = read_by_warp(reads, draft.infos, n);
+        if (threadIdx.x == 0) draft.progress->now.kv_bytes += read;
+    }
+    __syncthreads();
     for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) {
         RowInfo& info = draft.infos[i];
         if (!info.live) continue;

@@ -1,9 +1,14 @@
 //! Rope, the paged KV cache, and attention over it.
 
+use crate::count::kv::KvRead;
+
 /// Values of the widest head: what every device has room for. A model beyond it is refused before it is loaded.
 pub const MAX_HEAD_DIM: usize = 256;
 /// Query heads that may share a key head; likewise.
 pub const MAX_GROUP: usize = 64;
+
+/// Neighbouring rows of a sequence that read their keys once for all, as is counted on every device.
+pub(crate) const GROUP_ROWS: usize = 8;
 
 /// How the values of a head pair up for rotation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,6 +52,11 @@ impl AttentionConfig {
     /// Elements of one layer's keys (and of its values) in a pool of `blocks`.
     pub fn kv_elements(&self, blocks: usize) -> usize {
         blocks * crate::step::BLOCK_TOKENS * self.n_kv_heads * self.head_dim
+    }
+
+    /// What a stage reads of its keys and values.
+    pub(crate) fn read(&self) -> KvRead {
+        KvRead::keys(4 * self.n_kv_heads * self.head_dim, self.window, GROUP_ROWS)
     }
 
     /// The first position visible to the row at `pos`.

@@ -344,12 +344,13 @@ impl<L: DeviceLoop> EngineThread<L> {
         }
     }
 
-    /// Fills in the device's times, and lets the cost model learn from them.
+    /// Fills in what the device noted, and lets the cost model learn from them.
     fn clock(&mut self, step: &mut InFlight) {
         let clocks = self.burst.clocks(step.step);
         let us = |from: u64, to: u64| to.saturating_sub(from) as f64 / 1e3;
         step.record.fwd_us = us(clocks.start_ns, clocks.sample_ns);
         step.record.sample_us = us(clocks.sample_ns, clocks.commit_ns);
+        step.record.kv_bytes = clocks.kv_bytes;
         if !step.after_idle {
             step.record.gap_us = us(self.last_commit_ns, clocks.start_ns);
         }

@@ -302,7 +302,7 @@ impl Fake {
         let start_ns = self.clock_ns + 10_000;
         let sample_ns = start_ns + 1_000_000 + 100_000 * u64::from(log.decode_rows + log.prompt_rows);
         self.clock_ns = sample_ns + 500_000;
-        entry.clocks = StepClocks { start_ns, sample_ns, commit_ns: self.clock_ns };
+        entry.clocks = StepClocks { start_ns, sample_ns, commit_ns: self.clock_ns, kv_bytes: 0 };
         self.ring[at] = entry;
         let in_flight = self.enqueued + 1 - self.read;
         let mut shared = self.log.lock().expect("no test panics with the log");

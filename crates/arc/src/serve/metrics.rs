@@ -94,7 +94,7 @@ fn engine_lines(page: &mut Page, s: &EngineStats) {
     page.one("arc_launches_total", "counter", "Device stages or kernels launched", s.counters.launches);
     page.one("arc_allocations_total", "counter", "Device buffers allocated", s.counters.allocs);
     page.one("arc_weight_bytes_total", "counter", "Bytes of weights that steps had to read", s.counters.weight_bytes);
-    page.one("arc_kv_bytes_total", "counter", "Bytes of KV cache that steps had to read", s.counters.kv_bytes);
+    page.one("arc_kv_bytes_total", "counter", "Bytes of KV cache that steps had to read", s.kv_bytes);
     page.histogram("arc_queue_seconds", "Submission to admission", &s.queue_time);
     page.histogram("arc_first_token_seconds", "Submission to first token", &s.first_token_time);
     page.histogram("arc_token_seconds", "Mean time of a token after the first, by sequence", &s.token_time);

@@ -179,6 +179,7 @@ impl Cuda {
         rows: usize,
     ) -> Result<()> {
         let Some((cfg, keys)) = layer.index else { return Ok(()) };
+        self.count_read(layer.scored(cfg, keys));
         let mut args = self.latent_args(ws, state, None, layer, true, rows)?;
         args.tiles = self.tiles(layer, true, rows);
         let picks = ws.picks.ptr();

@@ -112,12 +112,6 @@ impl Group<'_> {
         self.cfg.n_heads / self.cfg.n_kv_heads
     }
 
-    /// Bytes of the keys and values that the group reads, over all key heads.
-    pub fn kv_bytes(&self) -> u64 {
-        let keys = u64::from(self.pos) + self.rows as u64 - u64::from(self.cfg.first_visible(self.pos));
-        keys * (self.cfg.n_kv_heads * self.cfg.head_dim * 4) as u64
-    }
-
     /// Splits with a key that some row sees: first and past the last.
     pub fn splits(&self) -> (usize, usize) {
         let keys = BLOCK_TOKENS * SPLIT_TILES;

@@ -149,6 +149,7 @@ impl Cuda {
             return Err(DeviceError::Unsupported { device: "cuda", what });
         }
         assert!(out.len() >= rows * cfg.n_heads * cfg.head_dim && qkv.len() >= rows * cfg.qkv_dim(), "{rows} rows");
+        self.count_read(cfg.read());
         let most = most_splits(cfg, self.ctx, self.limits.context);
         let cut = cut(cfg, rows, most, self.processors());
         let tiled = rows >= TILED_ROWS;

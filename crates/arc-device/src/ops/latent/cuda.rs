@@ -445,6 +445,7 @@ impl Cuda {
         rows: usize,
     ) -> Result<()> {
         let att = layer.attention;
+        layer.attended(select).for_each(|read| self.count_read(read));
         let (most_splits, blocks) = self.splits(layer, select, rows);
         let groups = att.heads.div_ceil(BLOCK_HEADS);
         let (n, apart) = match blocks {

@@ -238,6 +238,7 @@ impl Cuda {
                 };
                 let bytes = [layer.qkv, layer.attn_out, layer.gate_up, layer.down].map(CudaMatrix::bytes);
                 self.counters.weight_bytes += bytes.iter().sum::<usize>() as u64;
+                self.count_read(layer.heads.attention.read());
             }
             args.n_layers = some.len() as u32;
             let view = self.view();
