@@ -47,7 +47,7 @@ pub fn child(args: &[String]) -> ExitCode {
 
 fn trapped(ordinal: usize) -> Verdict {
     let text = |error: DeviceError| error.to_string();
-    let suite = Suite::new(ordinal, false, Vec::new());
+    let suite = Suite::new(ordinal, false, Vec::new(), Vec::new());
     let mut gpu = suite.gpu(limits(1, 32)).map_err(text)?;
     arc_device::Alloc::finish(&mut gpu, &shape(64, 64)).map_err(text)?;
     gpu.inject_trap().map_err(text)?;

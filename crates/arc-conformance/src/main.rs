@@ -1,8 +1,10 @@
 //! `arc-conformance`: every family's and stage's cases on the CPU and on a GPU, compared.
 //!
 //! ```text
-//! arc-conformance [--require-gpu] [--perf] [--list] [--device N] [--model PATH]... [FILTER...]
+//! arc-conformance [--require-gpu] [--perf] [--list] [--device N] [--model PATH]... [--skip TEXT]... [FILTER...]
 //! ```
+//!
+//! Cases run whose names contain a FILTER, if there is one, and no TEXT.
 //!
 //! Exact families compare bits, bounded ones report the largest error and where it is. `--model` adds
 //! whole models: greedy texts, invariance, what a decode step costs. `--perf` measures instead, `--list` names cases. Without
@@ -36,12 +38,11 @@ use std::process::ExitCode;
 
 use suite::Suite;
 
-const USAGE: &str =
-    "usage: arc-conformance [--require-gpu] [--perf] [--list] [--device N] [--model PATH]... [FILTER...]";
+const USAGE: &str = "usage: arc-conformance [--require-gpu] [--perf] [--list] [--device N] [--model PATH]... [--skip TEXT]... [FILTER...]";
 
 fn main() -> ExitCode {
     let (mut require, mut perf, mut list, mut ordinal) = (false, false, false, 0);
-    let (mut filters, mut models) = (Vec::new(), Vec::new());
+    let (mut filters, mut skips, mut models) = (Vec::new(), Vec::new(), Vec::new());
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         match &*arg {
@@ -57,11 +58,15 @@ fn main() -> ExitCode {
                 Some(path) => models.push(PathBuf::from(path)),
                 None => return usage("--model takes a file or folder"),
             },
+            "--skip" => match args.next() {
+                Some(text) => skips.push(text),
+                None => return usage("--skip takes a part of a name"),
+            },
             flag if flag.starts_with('-') => return usage(&format!("unknown option {flag}")),
             _ => filters.push(arg),
         }
     }
-    let mut suite = Suite::new(ordinal, perf, filters);
+    let mut suite = Suite::new(ordinal, perf, filters, skips);
     if list {
         suite = suite.list();
     } else if let Err(why) = suite.look() {

@@ -22,6 +22,7 @@ pub struct Suite {
     /// Cases are named and not run.
     list: bool,
     filters: Vec<String>,
+    skips: Vec<String>,
     passed: usize,
     failed: Vec<String>,
 }
@@ -35,9 +36,9 @@ pub struct Pair {
 }
 
 impl Suite {
-    /// A suite of the cases whose names contain one of `filters`, or of all.
-    pub fn new(ordinal: usize, perf: bool, filters: Vec<String>) -> Suite {
-        Suite { ordinal, open: None, perf, list: false, filters, passed: 0, failed: Vec::new() }
+    /// A suite of the cases whose names contain one of `filters`, or of all, but for those that contain one of `skips`.
+    pub fn new(ordinal: usize, perf: bool, filters: Vec<String>, skips: Vec<String>) -> Suite {
+        Suite { ordinal, open: None, perf, list: false, filters, skips, passed: 0, failed: Vec::new() }
     }
 
     /// The same, which only names its cases.
@@ -82,7 +83,8 @@ impl Suite {
     }
 
     fn wanted(&self, name: &str) -> bool {
-        self.filters.is_empty() || self.filters.iter().any(|filter| name.contains(&**filter))
+        let found = |texts: &[String]| texts.iter().any(|text| name.contains(&**text));
+        (self.filters.is_empty() || found(&self.filters)) && !found(&self.skips)
     }
 
     /// Runs a case; a panic fails it. Skipped where figures are wanted.
