@@ -23,7 +23,7 @@ namespace {
 constexpr uint32_t kWarps = 8, kThreads = 32 * kWarps;
 // Places of the ring. A tile of F16 takes two.
 constexpr uint32_t kPlaces = 22;
-// Tiles on their way at a time: what memory needs to be busy.
+// Tiles on their way at a time: what memory needs to be busy. Of F16 these are halves of columns.
 constexpr uint32_t kWindow = 4;
 constexpr uint32_t kTile = tile_bytes(Q8_0, kSlice), kHalfTile = tile_bytes(F16, kSlice) / 2;
 static_assert(kHalfTile <= kTile && kTile % 128 == 0);
@@ -134,6 +134,27 @@ __device__ __forceinline__ void bring_codes(const uint8_t* q, const uint8_t* d, 
     }
 }
 
+// A lane's slices of two tiles of F16, half their columns, by the same inputs: as `dot_floats` of each, but inputs are loaded once.
+__device__ __forceinline__ void dot_two(const uint8_t* one, const uint8_t* other, uint32_t lane, const float* f, float (&acc)[2]) {
+    constexpr uint32_t kLen = unit_len(F16);
+    one += 16 * lane, other += 16 * lane;
+#pragma unroll 2
+    for (uint32_t u = 0; u < kSlice / 2 / kLen; ++u) {
+        const uint4 v[2] = {load16(one + 512 * u), load16(other + 512 * u)};
+        const float4 x[2] = {*reinterpret_cast<const float4*>(f + kLen * u), *reinterpret_cast<const float4*>(f + kLen * u + 4)};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float a = j & 1 ? x[j / 2].z : x[j / 2].x, b = j & 1 ? x[j / 2].w : x[j / 2].y;
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const float2 two = halves(F16, word(v[n], j));
+                acc[n] = __fmaf_rn(two.x, a, acc[n]);
+                acc[n] = __fmaf_rn(two.y, b, acc[n]);
+            }
+        }
+    }
+}
+
 // The row that `send_pair` sends behind its norm as int8, with FLOATS as f32 too, four values a thread: every warp takes
 // the sum of squares by itself.
 template <bool FLOATS>
@@ -219,22 +240,49 @@ struct Following {
     // way. But a block that is late brings what all others wait for nearly as fast as it can: a warp that has taken a tile may
     // look for its next one, kWarps tiles on, whose place must have had its last tile by then, or the barrier's parity would
     // say that it is there. So no more tiles are on their way than places that are so far from a warp.
+    //
+    // Tiles of F16 come in units of two groups, the same columns of both, and in rounds of a unit a warp: the first half of the columns
+    // of all units, then the other. The last of an odd number of groups is a unit by itself. A warp has its next ones at most
+    // 2 kWarps places on.
     __device__ __forceinline__ void bring() const {
         uint32_t place = 0, turn = 0, landed = 0, landed_turn = 0, done = 0, i = 0;
 #pragma unroll 1
         for (uint32_t of = kFirst; of <= kSecond; ++of) {
             volatile Part& own = part(of);
-            const uint32_t bytes = own.half ? kHalfTile : kTile, end = i + (own.groups * own.tiles << own.half);
-            const uint8_t* from = reinterpret_cast<const uint8_t*>(run_of(of).base) + (size_t)(own.first * own.tiles << own.half) * bytes;
+            const bool half = own.half;
+            const uint32_t tiles = own.tiles, groups = own.groups, bytes = half ? kHalfTile : kTile, end = i + (groups * tiles << half);
+            const uint8_t* from = reinterpret_cast<const uint8_t*>(run_of(of).base) + (size_t)(own.first * tiles << half) * bytes;
+            // Of F16: the unit, the first of the round, and which piece of the unit: its tile, and 2 for the later columns.
+            uint32_t unit = 0, first = 0, piece = 0;
 #pragma unroll 1
-            for (; i < end; ++i, from += bytes) {
-                const uint32_t window = of == kFirst && words()[1] != 0 ? kPlaces - (kWarps << own.half) : kWindow;
+            for (; i < end; ++i) {
+                const uint32_t window = of == kFirst && !half && words()[1] != 0 ? kPlaces - kWarps : kWindow;
                 for (; done + window <= i; ++done) {
                     barrier_wait(full(landed), landed_turn & 1);
                     if (++landed == kPlaces) landed = 0, ++landed_turn;
                 }
                 if (turn != 0) barrier_wait(empty(place), turn + 1 & 1);
-                bulk_load(tile(place), from, bytes, full(place));
+                const uint8_t* at = from;
+                if (half) {
+                    const uint32_t pair = unit / tiles, k = unit % tiles;
+                    at += (size_t)(((2 * pair + (piece & 1)) * tiles + k) * 2 + (piece >> 1)) * kHalfTile;
+                    if ((piece & 1) == 0 && 2 * pair + 1 < groups) {
+                        piece |= 1;
+                    } else {
+                        piece &= 2;
+                        if (++unit == min(first + kWarps, (groups + 1) / 2 * tiles)) {
+                            if (piece == 0) {
+                                unit = first;
+                            } else {
+                                first = unit;
+                            }
+                            piece ^= 2;
+                        }
+                    }
+                } else {
+                    from += kTile;
+                }
+                bulk_load(tile(place), at, bytes, full(place));
                 if (++place == kPlaces) place = 0, ++turn;
             }
         }
@@ -330,27 +378,44 @@ struct Following {
             // Where there are registers for it.
             const bool floating = NORMED && !INDEX && own.half;
             const uint32_t before = INDEX ? 0 : own.asked;
+            if (INDEX ? own.half : floating) {
+                uint32_t base = INDEX ? own.asked : before;
+                const uint32_t pairs = own.groups / 2 * tiles, units = (own.groups + 1) / 2 * tiles;
 #pragma unroll 1
-            for (uint32_t t = warp; t < all; t += kWarps) {
-                const uint32_t slice = 4 * (t % tiles) + (lane >> 3);
-                Inputs x;
-                float acc[1] = {0.0f};
-                if (INDEX ? own.half : floating) {
-                    x.f = reinterpret_cast<const float*>(inputs + own.floats) + slice * 260;
+                for (uint32_t first = 0; first < units; first += kWarps) {
+                    // Pairs of the round, and its pieces of either half of the columns.
+                    const uint32_t paired = min(max((int)(pairs - first), 0), kWarps), step = paired + min(units - first, kWarps);
+                    const uint32_t unit = first + warp, t = unit / tiles * 2 * tiles + unit % tiles;
+                    if (unit < units) {
+                        const float* f = reinterpret_cast<const float*>(inputs + own.floats) + (4 * (unit % tiles) + (lane >> 3)) * 260;
+                        const uint32_t two = warp < paired;
+                        float acc[2] = {0.0f, 0.0f};
 #pragma unroll 1
-                    for (uint32_t i = (INDEX ? own.asked : before) + 2 * t, end = i + 2; i < end; ++i, x.f += kSlice / 2) {
-                        dot_floats<1, F16>(await(i), lane, kSlice / 2, x, acc);
-                        leave(i);
+                        for (uint32_t i = base + warp + min(warp, paired), end = i + 2 * step; i < end; i += step, f += kSlice / 2) {
+                            const uint8_t *one = await(i), *other = await(i + two);
+                            dot_two(one, other, lane, f, acc);
+                            leave(i);
+                            if (two) leave(i + 1);
+                        }
+                        partials[t * kLanes + lane] = acc[0];
+                        if (two) partials[(t + tiles) * kLanes + lane] = acc[1];
                     }
-                } else {
+                    base += 2 * step;
+                }
+            } else {
+#pragma unroll 1
+                for (uint32_t t = warp; t < all; t += kWarps) {
+                    const uint32_t slice = 4 * (t % tiles) + (lane >> 3);
+                    Inputs x;
+                    float acc[1] = {0.0f};
                     x.q = reinterpret_cast<const int8_t*>(inputs) + slice * 272;
                     x.d = reinterpret_cast<const float*>(inputs + scales_at) + slice * 8;
                     const uint32_t i = (INDEX ? own.asked : before) + t;
                     Add<1, Q8_0> add{x, acc};
                     each_block<Q8_0, true, 2>(await(i), lane, kSlice / 32, nullptr, add);
                     leave(i);
+                    partials[t * kLanes + lane] = acc[0];
                 }
-                partials[t * kLanes + lane] = acc[0];
             }
             sync();
             const uint32_t n = own.groups;
