@@ -67,7 +67,7 @@ __device__ __forceinline__ uint4 await_chosen(const Sent& in, uint32_t block, ui
 }
 
 // The block that lets the attention start when what it reads is there, and ends the choice, when whoever had something to send has
-// read the number, and has found all heads and what was left.
+// read the number, and has found what was left.
 __device__ __forceinline__ void usher(const Sent& in, uint32_t active, uint32_t tag) {
     const uint32_t thread = threadIdx.x;
     if (thread == 0) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void usher(const Sent& in, uint32_t active, uint32_t 
     if (thread >= 32) return;
     if (thread < active) await_chosen(in, thread, tag);
     __syncwarp();
-    if (thread == 0) *in.number = tag, *in.heads = *in.left = 0;
+    if (thread == 0) *in.number = tag, *in.left = 0;
     pdl_wait();
 }
 
@@ -126,7 +126,7 @@ extern "C" __global__ void __maxnreg__(168) index_choose(LatentArgs a, Sent in, 
         const uint8_t* row = a.rows.rows + own * a.row_bytes;
         for (uint32_t at = 128 * (lane & 3); at < a.row_bytes + 127; at += 512) prefetch(row + min(at, a.row_bytes - 1));
     }
-    auto query = [&](float (&x)[4], uint32_t h) { read_key(x, in.packed + h * kIndexRowBytes, kDim, kRowFp4); };
+    auto query = [&](float (&x)[4], uint32_t h) { read_head(x, in, h); };
     // Twice: of whatever stands there first, so that the instructions are there when the query comes.
 #pragma unroll 1
     for (uint32_t turn = 0; turn < 2; ++turn) {

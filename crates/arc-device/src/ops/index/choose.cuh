@@ -10,16 +10,16 @@ constexpr uint32_t kPause = 64;
 
 // What a choice is told of what others send; `Sent` of index/cuda.rs.
 struct Sent {
-    const uint8_t* packed;    // [kHeads, kIndexRowBytes]: the index query
+    uint64_t packed;          // [kHeads, kBlocks]: the index query, as `send_index_block`, with the number of the choice
     const uint64_t* weights;  // [kHeads], with the number of the choice
     uint64_t* scores;         // [most], the same
     uint32_t* number;         // of the choice before
-    uint32_t *heads, *left;   // heads that are there, and blocks of latent_rows that have left what they have to
+    uint32_t* left;           // blocks of latent_rows that have left what they have to
     uint64_t chosen;          // the number for the attention; 16 bytes on, which keys of every block of index_choose are chosen
     uint32_t blocks, most;    // of latent_rows; rows that may be visible
     float factor;             // what the projected weights are multiplied by
 };
-static_assert(sizeof(Sent) == 72);
+static_assert(sizeof(Sent) == 64);
 
 // The most keys that index_choose chooses among: FEW of index/cuda.rs.
 constexpr uint32_t kFew = 2048, kMostChoosers = kFew / kChooserKeys;
@@ -157,22 +157,24 @@ __device__ __forceinline__ void score_eight(const Fragments& f, const SharedQuer
 __device__ __forceinline__ void take_query(const Sent& in, uint32_t tag, bool dry, uint8_t* codes, SharedQueries& q) {
     const uint32_t thread = threadIdx.x, lane = thread & 31, head = thread / kBlocks, block = thread % kBlocks;
     static_assert(kThreads == kHeads * kBlocks);
-    if (thread == 0) {
-        q.span = 0, q.least = 255, q.highest = 0;
-        while (arrived(in.heads) < kHeads && !dry) __nanosleep(kPause);
+    if (thread == 0) q.span = 0, q.least = 255, q.highest = 0;
+    const uint64_t from = in.packed + 32 * thread;
+    // One lane of a warp first, and seldom: what others send has to get through.
+    while (lane == 0 && !dry && look(from + 16).w != tag) __nanosleep(kPause);
+    __syncwarp();
+    uint4 a, b;
+    uint64_t weight;
+    for (;;) {
+        a = look(from), b = look(from + 16), weight = look_for(in.weights + thread % kHeads);
+        if (dry || (a.w == tag && b.w == tag && weight >> 32 == tag)) break;
+        __nanosleep(kPause);
     }
     __syncthreads();
-    const uint32_t* from = reinterpret_cast<const uint32_t*>(in.packed + head * kIndexRowBytes);
-    uint32_t raw[4];
-#pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) raw[i] = __ldcg(from + 4 * block + i);
-    const uint32_t bytes = __ldcg(from + kDim / 8);
-    if (thread < kHeads) {
-        uint64_t got;
-        do got = look_for(in.weights + thread);
-        while (got >> 32 != tag && !dry);
-        q.weights[thread] = __fmul_rn(__uint_as_float((uint32_t)got), in.factor);
-    }
+    if (thread < kHeads) q.weights[thread] = __fmul_rn(__uint_as_float((uint32_t)weight), in.factor);
+    const uint32_t raw[4] = {a.x, a.y, a.z, b.x};
+    uint32_t bytes = b.y << 8 * block;
+    bytes |= __shfl_xor_sync(kFull, bytes, 1);
+    bytes |= __shfl_xor_sync(kFull, bytes, 2);
     const uint32_t used = __ballot_sync(kFull, ((raw[0] | raw[1] | raw[2] | raw[3]) & 0x77777777u) != 0);
     const Scales scales = scales_of(bytes, ~(used >> (lane & 28)) & 15);
     q.store(codes, head, block, raw, scales);
@@ -182,6 +184,14 @@ __device__ __forceinline__ void take_query(const Sent& in, uint32_t tag, bool dr
     __syncthreads();
 }
 
+// Values of a head of the query, as `read_key`.
+__device__ __forceinline__ void read_head(float (&x)[4], const Sent& in, uint32_t h) {
+    const uint32_t i = threadIdx.x & 15;
+    const uint8_t *at = reinterpret_cast<const uint8_t*>(in.packed) + 32 * kBlocks * h, *code = at + (i < 12 ? i : i + 4);
+#pragma unroll
+    for (uint32_t j = 0; j < kBlocks; ++j) x[j] = key_value(__ldcg(code + 32 * j), __ldcg(at + 32 * j + 20));
+}
+
 // A step that leaves nothing to choose, or whose context class was too small: by one block, which ends behind the product.
 __device__ __forceinline__ void choose_nothing(const Sent& in, uint32_t visible, uint32_t tag, uint32_t* picks, const StepView& view) {
     pdl_wait();
@@ -189,7 +199,7 @@ __device__ __forceinline__ void choose_nothing(const Sent& in, uint32_t visible,
     // Who waits for a choice finds that there is none.
     if (faulty && threadIdx.x <= kMostChoosers) send_three(in.chosen + 16 * threadIdx.x, threadIdx.x == 0 ? tag : 0, 0, 1, tag);
     if (threadIdx.x == 0) {
-        *in.heads = *in.left = 0;
+        *in.left = 0;
         if (faulty) report_fault(view, 0x69780001), picks[0] = kIndexFault;
         // The next choice has another number than what was sent for this one.
         *in.number = tag;

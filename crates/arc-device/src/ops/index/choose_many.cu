@@ -281,8 +281,8 @@ __device__ __forceinline__ void pick_listed(const LatentArgs& a, const Sent& in,
 __device__ __forceinline__ void end_choice(const Sent& in, uint32_t tag) {
     if (threadIdx.x == 0) {
         await(in.left, in.blocks);
-        // Whoever had something to send has read the number, and has found all heads.
-        *in.number = tag, *in.heads = *in.left = 0;
+        // Whoever had something to send has read the number.
+        *in.number = tag, *in.left = 0;
     }
     __syncthreads();
     pdl_launch();
@@ -385,7 +385,7 @@ extern "C" __global__ void __maxnreg__(168) index_choose_many(LatentArgs a, Sent
     for (uint32_t i = 0; i < kOnTheWay; ++i) send_for(begin + i, false);
     take(begin);
     auto key = [&](uint32_t w) { return a.keys.rows + a.keys.place(blocks, min(w, visible - 1)) * kIndexRowBytes; };
-    auto query = [&](float (&x)[4], uint32_t h) { read_key(x, in.packed + h * kIndexRowBytes, kDim, kRowFp4); };
+    auto query = [&](float (&x)[4], uint32_t h) { read_head(x, in, h); };
     // Twice: of whatever stands there first, so that the instructions are there when the query comes.
 #pragma unroll 1
     for (uint32_t turn = 0; turn < 2; ++turn) {

@@ -29,11 +29,11 @@ const MANY_TOP: usize = 1024;
 /// (`kLook`) without asking whether they are there.
 const TILE: usize = 8;
 const LEAST_KEPT: usize = 8 * TILE;
-/// Words of a choice: its number, how many blocks of the row's own kernel have left what they have to, how many heads are there;
-/// heads as keys are stored; their weights, then scores, with numbers; the number for the attention, and behind it which keys of every
+/// Words of a choice: its number, how many blocks of the row's own kernel have left what they have to; with numbers, heads as they
+/// are sent, eight words for 32 values, their weights, then scores; the number for the attention, and behind it which keys of every
 /// block of `index_choose` are chosen.
 const PACKED_AT: usize = 4;
-const WEIGHTS_AT: usize = PACKED_AT + MAX_INDEX_DIM * (INDEX_DIM / 2 + 4) / 4;
+const WEIGHTS_AT: usize = PACKED_AT + MAX_INDEX_DIM * INDEX_DIM / 4;
 const SCORES_AT: usize = WEIGHTS_AT + 2 * MAX_INDEX_DIM;
 const CHOSEN_AT: usize = SCORES_AT + 2 * FEW;
 const WORDS: usize = CHOSEN_AT + 4 * (1 + FEW / CHOOSER_KEYS);
@@ -46,7 +46,7 @@ pub(crate) enum Came {
     Early,
     /// It is there when that kernel has ended.
     Late,
-    /// Its heads arrive, packed, while that kernel and its successor run.
+    /// Its heads are sent, packed, while that kernel and its successor run.
     Beside,
 }
 
@@ -120,17 +120,12 @@ impl Choice {
         self.words.ptr() + 4 * CHOSEN_AT as u64
     }
 
-    /// Address of how many heads of the index query are there.
-    fn heads(&self) -> u64 {
-        self.words.ptr() + 8
-    }
-
     /// Address of the heads' weights, each with the number of the choice.
     pub(crate) fn weights(&self) -> u64 {
         self.words.ptr() + 4 * WEIGHTS_AT as u64
     }
 
-    /// Address of the index query, a key a head.
+    /// Address of the index query, 128 bytes a head.
     pub(crate) fn packed(&self) -> u64 {
         self.words.ptr() + 4 * PACKED_AT as u64
     }
@@ -144,14 +139,13 @@ struct Sent {
     weights: u64,
     scores: u64,
     number: u64,
-    heads: u64,
     left: u64,
     chosen: u64,
     blocks: u32,
     most: u32,
     factor: f32,
 }
-const _: () = assert!(size_of::<Sent>() == 72);
+const _: () = assert!(size_of::<Sent>() == 64);
 
 /// `Lists` of choose_many.cu.
 #[repr(C)]
@@ -201,7 +195,6 @@ impl Cuda {
                 weights: choice.weights(),
                 scores: choice.words.ptr() + 4 * SCORES_AT as u64,
                 number: choice.number(),
-                heads: choice.heads(),
                 left: choice.left(),
                 chosen: choice.chosen(),
                 blocks: choice.rows_blocks,

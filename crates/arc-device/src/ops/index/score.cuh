@@ -68,6 +68,11 @@ __device__ __forceinline__ Scales scales_of(uint32_t bytes, uint32_t zeros) {
 // Half a scale, as the doubled integers want it.
 __device__ __forceinline__ float half_scale(uint32_t bytes, uint32_t b) { return __uint_as_float(((bytes >> 8 * b & 0xff) - 1) << 23); }
 
+// The lane's value of a byte of codes, times the scale of its block.
+__device__ __forceinline__ float key_value(uint32_t byte, uint32_t scale) {
+    return __fmul_rn(e2m1_to_f32((threadIdx.x & 31) < 16 ? byte & 15 : byte >> 4), e8m0_to_f32(scale));
+}
+
 // Values of one key as a warp holds them, past the first cache: it may just have been stored.
 __device__ __forceinline__ void read_key(float (&x)[4], const uint8_t* key, uint32_t dim, uint32_t format) {
     const uint32_t lane = threadIdx.x & 31;
@@ -76,10 +81,7 @@ __device__ __forceinline__ void read_key(float (&x)[4], const uint8_t* key, uint
         return;
     }
 #pragma unroll
-    for (uint32_t j = 0; j < 4; ++j) {
-        const uint32_t byte = __ldcg(key + 16 * j + (lane & 15));
-        x[j] = __fmul_rn(e2m1_to_f32(lane < 16 ? byte & 15 : byte >> 4), e8m0_to_f32(__ldcg(key + kDim / 2 + j)));
-    }
+    for (uint32_t j = 0; j < 4; ++j) x[j] = key_value(__ldcg(key + 16 * j + (lane & 15)), __ldcg(key + kDim / 2 + j));
 }
 
 // Score of one key by a warp, every operation as on the CPU. Heads: at most 128. query(x, h): values of a head.

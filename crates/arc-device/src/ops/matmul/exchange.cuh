@@ -21,6 +21,18 @@ __device__ __forceinline__ uint4 look(uint64_t at) {
     return make_uint4((uint32_t)low, (uint32_t)(low >> 32), (uint32_t)high, (uint32_t)(high >> 32));
 }
 
+// 32 values of an index row, one a lane, as they are stored (index_code of quant.cuh), to all blocks: three words of codes, then the
+// fourth and the scale.
+__device__ __forceinline__ void send_index_block(uint32_t code, uint32_t scale, uint64_t to, uint32_t tag) {
+    const uint32_t lane = threadIdx.x & 31, rest = lane & 1;
+    uint32_t word = code << 8 * (lane & 3) + 4 * (lane >> 4);
+    word |= __shfl_xor_sync(~0u, word, 1);
+    word |= __shfl_xor_sync(~0u, word, 2);
+    word |= __shfl_xor_sync(~0u, word, 16);
+    const uint32_t x = __shfl_sync(~0u, word, 12 * rest), y = __shfl_sync(~0u, word, 4), z = __shfl_sync(~0u, word, 8);
+    if (lane < 2) send_three(to + 16 * rest, x, rest == 0 ? y : scale, rest == 0 ? z : 0, tag);
+}
+
 // Blocks of 32 values as int8, of which every eight lanes have one, where `sends`: three words, `step` bytes from one to the next, of
 // codes and then the scale.
 __device__ __forceinline__ void send_block(const Quantised& made, bool sends, uint64_t to, uint32_t step, uint32_t tag) {

@@ -59,9 +59,9 @@ struct Follow {
     uint64_t counts;        // a number that is another in every launch; of a norm, then arrivals
     uint64_t sent;          // what blocks send to one another
     uint64_t infos, rope;   // of an index query: where its row stands, and the angles of positions
-    uint64_t heads;         // where its heads are left as keys are stored
-    // Where the last outputs of F16, the heads' weights, are sent for the choice, and its number: that of the one before, and two
-    // words on how many heads are there. Null: nobody wants to know.
+    uint64_t heads;         // where its heads are sent as keys are stored
+    // Where the last outputs of F16, the heads' weights, are sent for the choice, and its number: that of the one before. Null:
+    // nobody wants to know of them, nor of heads.
     uint64_t weights, number;
     // Where outputs behind no norm are sent for the site behind, and the word after `counts` says with which number. Null:
     // nobody wants to know.
@@ -299,27 +299,36 @@ struct Following {
         }
     }
 
-    // A head of the index query by a warp, from the partial sums of its groups: as it is stored, and what that leaves.
-    __device__ __forceinline__ void leave_head(const float* partials, const uint8_t* turns, uint32_t head) const {
-        const uint32_t lane = this_thread() & 31;
-        float x[4];
-#pragma unroll
-        for (uint32_t j = 0; j < 4; ++j) {
-            const float* from = partials + (lane + 32 * j) / 8 * kLanes + lane % 8;
-            x[j] = __fadd_rn(__fadd_rn(__fadd_rn(__fadd_rn(0.0f, from[0]), from[8]), from[16]), from[24]);
+    // Heads of the index query from the partial sums of their groups, each by four warps: sent as they would be stored, and what that
+    // leaves.
+    __device__ __forceinline__ void leave_heads(float* partials, const uint8_t* turns, uint32_t first, uint32_t heads) const {
+        const uint32_t lane = this_thread() & 31, warp = this_thread() >> 5, j = warp % 4;
+#pragma unroll 1
+        for (uint32_t h = warp / 4; h < heads + warp / 4; h += kWarps / 4) {
+            float* own = partials + (h * kHeadGroups + 4 * j) * kLanes;
+            if (h < heads) {
+                const float* from = own + lane / 8 * kLanes + lane % 8;
+                float x[1] = {__fadd_rn(__fadd_rn(__fadd_rn(__fadd_rn(0.0f, from[0]), from[8]), from[16]), from[24])};
+                // As `rope_row`.
+                if (j >= 2) {
+                    const float2 cs = reinterpret_cast<const float2*>(turns)[(lane + 32 * (j - 2)) / 2];
+                    const float other = __shfl_xor_sync(~0u, x[0], 1);
+                    const float turned = __fmul_rn(other, cs.y), kept = __fmul_rn(x[0], cs.x);
+                    x[0] = lane & 1 ? __fadd_rn(kept, turned) : __fsub_rn(kept, turned);
+                }
+                hadamard_inside(x);
+                __syncwarp();
+                own[lane] = x[0];
+            }
+            sync();
+            if (h < heads) {
+                const float* all = partials + h * kHeadGroups * kLanes + lane;
+                float x = hadamard_across({all[0], all[4 * kLanes], all[8 * kLanes], all[12 * kLanes]}, j);
+                const IndexCode of = index_code(x, true);
+                if (p.weights != 0) send_index_block(of.code, of.scale, p.heads + 128 * (first + h) + 32 * j, words()[2]);
+                reinterpret_cast<float*>(p.index.out)[(first + h) * kIndexDim + 32 * j + lane] = x;
+            }
         }
-        // As `rope_row`.
-#pragma unroll
-        for (uint32_t j = 2; j < 4; ++j) {
-            const float2 cs = reinterpret_cast<const float2*>(turns)[(lane + 32 * (j - 2)) / 2];
-            const float other = __shfl_xor_sync(~0u, x[j], 1);
-            const float turned = __fmul_rn(other, cs.y), kept = __fmul_rn(x[j], cs.x);
-            x[j] = lane & 1 ? __fadd_rn(kept, turned) : __fsub_rn(kept, turned);
-        }
-        keep_row(x, kIndexDim, kRowFp4, reinterpret_cast<uint8_t*>(p.heads) + head * kIndexRowBytes);
-        store_row(reinterpret_cast<float*>(p.index.out) + head * kIndexDim, x, kIndexDim);
-        __syncwarp();
-        if (lane == 0 && p.weights != 0) arrive(this_place(p.number) + 2);
     }
 
     __device__ __forceinline__ void run() const {
@@ -420,10 +429,7 @@ struct Following {
             sync();
             const uint32_t n = own.groups;
             if (INDEX && of == kQuery) {
-#pragma unroll 1
-                for (uint32_t h = warp; kHeadGroups * h < n; h += kWarps) {
-                    leave_head(partials + h * kHeadGroups * kLanes, inputs + p.angles_at, own.first / kHeadGroups + h);
-                }
+                leave_heads(partials, inputs + p.angles_at, own.first / kHeadGroups, n / kHeadGroups);
                 continue;
             }
             const bool second = of == kSecond;

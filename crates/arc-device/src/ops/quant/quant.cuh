@@ -94,17 +94,21 @@ __device__ __forceinline__ float inverse_scale(uint32_t scale) {
 
 __device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffff; }
 
-// The orthonormal Walsh-Hadamard transform of the warp's 128 values.
-__device__ __forceinline__ void hadamard(float (&x)[4]) {
+// The orthonormal Walsh-Hadamard transform of the warp's 128 values: inside blocks of 32, of which it has N, then across them.
+template <int N>
+__device__ __forceinline__ void hadamard_inside(float (&x)[N]) {
     const uint32_t lane = threadIdx.x & 31;
 #pragma unroll
     for (uint32_t distance = 1; distance < 32; distance <<= 1) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
+        for (int j = 0; j < N; ++j) {
             const float other = __shfl_xor_sync(0xffffffffu, x[j], distance);
             x[j] = lane & distance ? __fsub_rn(other, x[j]) : __fadd_rn(x[j], other);
         }
     }
+}
+__device__ __forceinline__ void hadamard(float (&x)[4]) {
+    hadamard_inside(x);
 #pragma unroll
     for (int step = 1; step < 4; step <<= 1) {
 #pragma unroll
@@ -118,23 +122,39 @@ __device__ __forceinline__ void hadamard(float (&x)[4]) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) x[j] = __fmul_rn(x[j], 0.088388346f);
 }
+// The lane's value of block j, of what blocks have behind their own steps.
+__device__ __forceinline__ float hadamard_across(const float (&x)[4], uint32_t j) {
+    const float a = j & 1 ? __fsub_rn(x[0], x[1]) : __fadd_rn(x[0], x[1]), b = j & 1 ? __fsub_rn(x[2], x[3]) : __fadd_rn(x[2], x[3]);
+    return __fmul_rn(j & 2 ? __fsub_rn(a, b) : __fadd_rn(a, b), 0.088388346f);
+}
 
-// What storing leaves of an index row; where `out` is not null it is stored too. `stores`: the format Fp4, rather than its
+// The code of a value of an index row, and the scale of its block.
+struct IndexCode {
+    uint32_t code, scale;
+};
+
+// What storing leaves of a value behind the transform, of a block that the warp has. `stores`: the format Fp4, rather than its
 // simulation in f32.
+__device__ __forceinline__ IndexCode index_code(float& x, bool stores) {
+    if (stores) x = bf16_to_f32(bf16_bits(x));
+    const uint32_t scale = fp4_scale(__reduce_max_sync(0xffffffffu, magnitude_bits(x)));
+    const uint32_t code = e2m1(__fmul_rn(x, inverse_scale(scale)));
+    x = __fmul_rn(e2m1_to_f32(code), e8m0_to_f32(scale));
+    return {code, scale};
+}
+
+// What storing leaves of an index row; where `out` is not null it is stored too.
 __device__ __forceinline__ void index_row(float (&x)[4], bool packed, uint8_t* out) {
     const uint32_t lane = threadIdx.x & 31;
     hadamard(x);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-        if (packed) x[j] = bf16_to_f32(bf16_bits(x[j]));
-        const uint32_t scale = fp4_scale(__reduce_max_sync(0xffffffffu, magnitude_bits(x[j])));
-        const uint32_t code = e2m1(__fmul_rn(x[j], inverse_scale(scale)));
-        x[j] = __fmul_rn(e2m1_to_f32(code), e8m0_to_f32(scale));
+        const IndexCode of = index_code(x[j], packed);
         if (packed && out != nullptr) {
             // Byte i of a block holds value i in its low and value i + 16 in its high nibble.
-            const uint32_t high = __shfl_down_sync(0xffffffffu, code, 16);
-            if (lane < 16) out[16 * j + lane] = code | high << 4;
-            if (lane == 0) out[kIndexDim / 2 + j] = scale;
+            const uint32_t high = __shfl_down_sync(0xffffffffu, of.code, 16);
+            if (lane < 16) out[16 * j + lane] = of.code | high << 4;
+            if (lane == 0) out[kIndexDim / 2 + j] = of.scale;
         }
     }
 }

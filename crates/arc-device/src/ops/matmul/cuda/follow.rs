@@ -53,12 +53,12 @@ pub(crate) struct Query<'a> {
     pub w: &'a CudaMatrix,
     /// Address of `[heads, INDEX_DIM]` f32: what storing leaves of it.
     pub out: u64,
-    /// Address of the heads as they are stored.
+    /// Address where the heads are sent, as they are stored.
     pub packed: u64,
     /// Address of the angles of positions.
     pub rope: u64,
     /// Where the weights of its heads are sent, the last outputs of the matrix beside the first, for a kernel that begins
-    /// with this one and is told of heads as they arrive; and the address of the number before that of the choice.
+    /// with this one and takes heads as they are sent; and the address of the number before that of the choice.
     pub weights: Option<(u64, u64)>,
 }
 
