@@ -128,6 +128,8 @@ pub(crate) struct Workspace {
     sent_codes: Option<CudaBuf<u32>>,
     /// Where the last attention has sent them, and the address of their number.
     heads: Option<(u64, u64)>,
+    /// Blocks of the last attention, each of which has a multiprocessor to its end.
+    attending: u32,
     /// What one row's choice among keys needs.
     pub choice: Option<Choice>,
     /// Which wrong variant runs.
@@ -479,6 +481,7 @@ impl Cuda {
             RowFormat::Fp8 => kernel!("latent_attend_packed"),
             _ => kernel!("latent_attend_f32"),
         };
+        self.latent.attending = n * (groups * rows) as u32;
         let grid = Grid {
             blocks: [n, groups as u32, rows as u32],
             threads: 512,
@@ -523,7 +526,7 @@ impl Cuda {
     ) -> Result<()> {
         let plain = rows == 1 && rounding(layer.inputs, &w.out_b) == Inputs::F32;
         let heads = self.latent.heads.take();
-        if plain && self.follow(&w.out_a, &ws.grouped, &w.out_b, out, heads)? {
+        if plain && self.follow(&w.out_a, &ws.grouped, &w.out_b, out, heads, self.latent.attending)? {
             return Ok(());
         }
         let source = Source::of(&ws.grouped, w.out_b.cols).rounded(layer.inputs);

@@ -4,6 +4,9 @@
 // second. The tiles of both are one stream through its ring: while blocks wait for one another, weights of the second come
 // in. Blocks may wait so, since all are resident: there is one a multiprocessor at most, and the kernels before them end.
 //
+// The last blocks begin when the attention before leaves their multiprocessors; until then the others fill their rings. So the last
+// ones have a few groups of the first product, for which all wait, and less of both.
+//
 // Weights are Q8_0 in groups of 8 rows; blocks from `split` on have another matrix first, of F16, which the second product
 // does not wait for. Those before may have heads of an indexer's query between the two, F16 too, of the same row as the
 // second: they come first, since the choice among keys begins with them and runs beside the second. Exact, since all sums
@@ -35,8 +38,10 @@ static_assert(kNormed == 4 * kThreads);
 // Groups of a head of the index query. A group is one tile.
 constexpr uint32_t kHeadGroups = kIndexDim / 8;
 static_assert(kNormed == kLanes / 8 * kSlice);
+// Bytes of a slice of int8 inputs: codes, and scales behind those of all slices.
+constexpr uint32_t kSliceCodes = 272 + 32;
 // Where a row behind a norm stands: as int8 with scales, as the others sent it, and where there is an index query as f32.
-constexpr uint32_t kSentAt = kNormed / 256 * (272 + 32), kFloatsAt = kSentAt + 4 * kNormed;
+constexpr uint32_t kSentAt = kNormed / 256 * kSliceCodes, kFloatsAt = kSentAt + 4 * kNormed;
 
 // Outputs of the first that there is room for, in front of those of the second, where both are sent to the next kernels.
 constexpr uint32_t kSentFirst = 8192;
@@ -75,6 +80,16 @@ struct Follow {
 };
 static_assert(sizeof(Follow) == 272);
 
+// Blocks of a launch without a norm, at most.
+constexpr uint32_t kMostBlocks = 160;
+
+// `Shares` of follow.rs: where the groups of every block begin in the first and in the second product, and where they end. Nobody
+// has none of the first, nor of more than two of its rows of inputs.
+struct Shares {
+    uint16_t starts[2][kMostBlocks + 1];
+};
+static_assert(sizeof(Shares) == 644);
+
 // The thread's number, and an address, as if nobody knew them before: what follows from them does not wait in registers, which
 // are few.
 __device__ __forceinline__ uint32_t this_thread() {
@@ -97,8 +112,9 @@ struct Part {
     uint32_t tiles, half;    // of a group, and whether they are of F16
     uint32_t asked;          // places that the tiles before take
     uint32_t floats;         // where inputs of F16 stand, from the inputs on
+    uint32_t next;           // the first tile that has the next row of inputs, which stands behind the block's first one
 };
-static_assert(sizeof(Part) == 32 && 16 * kPlaces + 16 + 3 * sizeof(Part) <= kRingAt);
+static_assert(sizeof(Part) == 40 && 16 * kPlaces + 16 + 3 * sizeof(Part) <= kRingAt);
 
 // Nanoseconds between two looks.
 constexpr uint32_t kPause = 64;
@@ -194,12 +210,14 @@ __device__ __forceinline__ void take_normed(uint64_t sent, uint32_t tag, uint64_
     if (lane % 8 == 0) *reinterpret_cast<float*>(to + kNormed / 256 * 272 + k / 8) = out[0].d;
 }
 
-// NORMED: the second product's inputs are behind a norm, and there may be a matrix of F16. INDEX: there is an index query.
+// NORMED: the second product's inputs are behind a norm, and there may be a matrix of F16. INDEX: there is an index query. Without
+// a norm, blocks have what `shares` says.
 template <bool NORMED, bool INDEX>
 struct Following {
     const Follow& p;
     uint8_t* smem;
     bool behind;
+    const Shares* shares;
 
     // What a block takes groups of, in this order.
     enum Of : uint32_t { kFirst, kQuery, kSecond };
@@ -227,12 +245,17 @@ struct Following {
             const Run& run = run_of(of);
             const bool others = behind && of == kSecond, none = of == kQuery && (!INDEX || behind);
             const uint32_t each = none ? 0 : others ? run.others : run.each;
-            const uint32_t first = min((others ? p.split * run.each : 0) + at * each, run.groups);
+            uint32_t first = min((others ? p.split * run.each : 0) + at * each, run.groups), groups = min(each, run.groups - first);
             volatile Part& own = part(of);
-            own.first = first, own.groups = min(each, run.groups - first), own.tiles = run.tiles;
+            if (!NORMED && !none) {
+                const uint16_t* starts = shares->starts[of == kSecond] + at;
+                first = starts[0], groups = starts[1] - first;
+                own.next = of == kFirst ? (p.row_groups - first % p.row_groups) * run.tiles : ~0u;
+            }
+            own.first = first, own.groups = groups, own.tiles = run.tiles;
             own.half = of == kFirst ? behind : of == kQuery;
             own.out = run.out + 32 * first, own.asked = places, own.floats = of == kFirst ? 0 : kFloatsAt;
-            places += own.groups * run.tiles << own.half;
+            places += groups * run.tiles << own.half;
         }
     }
 
@@ -363,12 +386,17 @@ struct Following {
 #pragma unroll 1
             for (uint32_t i = 4 * threadIdx.x; i < p.cols; i += 4 * kThreads) copy16(to + i / 256 * 260 + i % 256, from + i);
         } else if (part(kFirst).groups != 0) {
-            const size_t row = part(kFirst).first / p.row_groups;
-            if (takes) {
-                take_codes(p.taken + 48 * (row * (p.cols / 32)), p.cols, __ldcg(reinterpret_cast<const uint32_t*>(p.taken_number)), inputs);
-            } else {
-                bring_codes(reinterpret_cast<const uint8_t*>(p.q) + row * p.cols,
-                            reinterpret_cast<const uint8_t*>(p.d) + row * (p.cols / 8), p.cols, inputs);
+            uint32_t row = part(kFirst).first / p.row_groups;
+            uint8_t* to = inputs;
+#pragma unroll 1
+            for (uint32_t more = !NORMED && part(kFirst).next < part(kFirst).groups * part(kFirst).tiles ? 2 : 1; more != 0; --more) {
+                if (takes) {
+                    take_codes(p.taken + 48 * (row * (p.cols / 32)), p.cols, __ldcg(reinterpret_cast<const uint32_t*>(p.taken_number)), to);
+                } else {
+                    bring_codes(reinterpret_cast<const uint8_t*>(p.q) + row * p.cols,
+                                reinterpret_cast<const uint8_t*>(p.d) + row * (p.cols / 8), p.cols, to);
+                }
+                ++row, to += p.cols / 256 * kSliceCodes;
             }
         }
         copies_landed();
@@ -415,10 +443,11 @@ struct Following {
 #pragma unroll 1
                 for (uint32_t t = warp; t < all; t += kWarps) {
                     const uint32_t slice = 4 * (t % tiles) + (lane >> 3);
+                    const uint8_t* row = NORMED || t < own.next ? inputs : inputs + 4 * tiles * kSliceCodes;
                     Inputs x;
                     float acc[1] = {0.0f};
-                    x.q = reinterpret_cast<const int8_t*>(inputs) + slice * 272;
-                    x.d = reinterpret_cast<const float*>(inputs + scales_at) + slice * 8;
+                    x.q = reinterpret_cast<const int8_t*>(row) + slice * 272;
+                    x.d = reinterpret_cast<const float*>(row + scales_at) + slice * 8;
                     const uint32_t i = (INDEX ? own.asked : before) + t;
                     Add<1, Q8_0> add{x, acc};
                     each_block<Q8_0, true, 2>(await(i), lane, kSlice / 32, nullptr, add);
@@ -468,16 +497,17 @@ struct Following {
                 if (INDEX) copies_landed();
             } else {
                 // There is time now.
-                if (takes) {
+                const bool site = this_place(p.site) != nullptr;
+                if (this_place(p.taken) != nullptr) {
                     pdl_wait();
-                    if (sends && blockIdx.x != 0) pdl_launch();
+                    if (site && blockIdx.x != 0) pdl_launch();
                 }
-                if (sends && blockIdx.x == 0 && threadIdx.x == 0) pdl_launch_as(this_place(p.counts) + 1, tag);
+                if (site && blockIdx.x == 0 && this_thread() == 0) pdl_launch_as(this_place(p.counts) + 1, tag);
                 take_codes(p.sent, 1024 * p.second.tiles, tag, inputs);
             }
             sync();
             // Every block has read the number: each has sent a part of what is here.
-            if (!NORMED && blockIdx.x == 0 && threadIdx.x == 0) counts[0] = tag;
+            if (!NORMED && blockIdx.x == 0 && this_thread() == 0) counts[0] = tag;
             Marks::mark(words() + 3, 5);
             if (!INDEX) ++of;
         }
@@ -487,19 +517,19 @@ struct Following {
 
 }  // namespace
 
-extern "C" __global__ void __maxnreg__(56) arc_matmul_follow(const __grid_constant__ Follow p) {
+extern "C" __global__ void __maxnreg__(56) arc_matmul_follow(const __grid_constant__ Follow p, const __grid_constant__ Shares shares) {
     extern __shared__ __align__(128) uint8_t smem[];
-    Following<false, false>{p, smem, false}.run();
+    Following<false, false>{p, smem, false, &shares}.run();
 }
 
 extern "C" __global__ void __maxnreg__(56) arc_matmul_follow_normed(const __grid_constant__ Follow p) {
     extern __shared__ __align__(128) uint8_t smem[];
-    Following<true, false>{p, smem, blockIdx.x >= p.split}.run();
+    Following<true, false>{p, smem, blockIdx.x >= p.split, nullptr}.run();
 }
 
 extern "C" __global__ void __maxnreg__(56) arc_matmul_follow_indexed(const __grid_constant__ Follow p) {
     extern __shared__ __align__(128) uint8_t smem[];
-    Following<true, true>{p, smem, blockIdx.x >= p.split}.run();
+    Following<true, true>{p, smem, blockIdx.x >= p.split, nullptr}.run();
 }
 
 }  // namespace arc

@@ -25,6 +25,13 @@ const NORMED: usize = 1024;
 const GROUP: usize = 8;
 /// Groups of a head of an index query.
 const HEAD_GROUPS: u32 = (INDEX_DIM / GROUP) as u32;
+/// Blocks of a launch without a norm, at most.
+const MOST_BLOCKS: u32 = 160;
+/// Groups whose outputs are sent as one block of int8.
+const UNIT: u32 = 4;
+/// A block that begins late has fewer tiles than the others, by this part of a block's share: of 0, 16 and 28 tiles of 62 on an
+/// H200, 16 were the best.
+const LATE_FEWER: u32 = 4;
 /// Groups of a block, at most: of the first product, and of the second.
 const MOST_FIRST: u32 = 32;
 const MOST_SECOND: u32 = 64;
@@ -140,6 +147,47 @@ struct Follow {
     angles_at: u32,
 }
 const _: () = assert!(size_of::<Follow>() == 272);
+
+/// `Shares` of follow.cu: where the groups of every block begin in either product, and where they end.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct Shares {
+    starts: [[u16; MOST_BLOCKS as usize + 1]; 2],
+}
+const _: () = assert!(size_of::<Shares>() == 644);
+
+impl Shares {
+    /// Of so many blocks the last `late` ones begin when the kernel before leaves their multiprocessors, while the others have their
+    /// rings full by then. All wait for what late ones make of the first product, so these have a unit of it; and they have fewer
+    /// tiles in all, so that they end with the others.
+    fn new(first: &Run, second: &Run, blocks: u32, late: u32) -> Shares {
+        let (units, early) = (first.groups / UNIT - late, blocks - late);
+        let (unit_tiles, tiles) = (UNIT * first.tiles, first.groups * first.tiles + second.groups * second.tiles);
+        let fewer = tiles / blocks / LATE_FEWER;
+        let mine = (tiles + late * fewer) * early / blocks;
+        let mut starts = [[0; MOST_BLOCKS as usize + 1]; 2];
+        let mut then = 0;
+        for block in 0..=blocks {
+            let unit = if block <= early { units * block / early } else { units + block - early };
+            then = if block <= early {
+                let due = (mine * block / early).saturating_sub(unit * unit_tiles);
+                ((due + second.tiles / 2) / second.tiles).clamp(then, second.groups)
+            } else {
+                // The rest, in equal shares of the blocks that are left.
+                then + (second.groups - then).div_ceil(blocks - block + 1)
+            };
+            starts[0][block as usize] = (UNIT * unit) as u16;
+            starts[1][block as usize] = then as u16;
+        }
+        Shares { starts }
+    }
+
+    /// Groups that a block has of a product, at most.
+    fn most(&self, product: usize, blocks: u32) -> u32 {
+        let starts = &self.starts[product][..=blocks as usize];
+        starts.windows(2).map(|pair| u32::from(pair[1] - pair[0])).max().unwrap_or(0)
+    }
+}
 
 /// A matrix whose groups stand one behind the other, all of one format, and so do its outputs.
 fn run(w: &CudaMatrix, format: Format) -> Option<Run> {
@@ -337,7 +385,7 @@ impl Cuda {
 
     /// `out = w * x` of one row, where `x` is the outputs of the product held back, which was by parts with `from`: in one
     /// launch with it. `heads`: where its inputs are sent, and the address of their number; `None`: they are there when everything
-    /// before has ended. `false`: nothing was done.
+    /// before has ended. `taken`: multiprocessors that the kernel before has to its end. `false`: nothing was done.
     pub(crate) fn follow(
         &mut self,
         from: &CudaMatrix,
@@ -345,6 +393,7 @@ impl Cuda {
         w: &CudaMatrix,
         out: &CudaBuf<f32>,
         heads: Option<(u64, u64)>,
+        taken: u32,
     ) -> Result<bool> {
         let Some(held) = self.matmul.held.clone() else { return Ok(false) };
         let product = &held.product;
@@ -356,19 +405,22 @@ impl Cuda {
         let runs = run(from, Format::Q8_0).zip(run(w, Format::Q8_0)).filter(|_| here);
         let Some((mut first, mut second)) = runs else { return Ok(false) };
         let (processors, row_groups) = (self.multiprocessors(), product.groups);
-        // Outputs are left as int8 in blocks of four groups.
-        let fits = |each: &u32| row_groups % each == 0 && first.groups / each <= processors;
-        let Some(each) = (1..=MOST_FIRST / 4).map(|n| 4 * n).find(fits) else { return Ok(false) };
-        first.each = each;
-        let blocks = first.groups / each;
-        second.each = second.groups.div_ceil(blocks);
+        let blocks = processors.min(first.groups / UNIT).min(MOST_BLOCKS);
+        if first.groups % UNIT != 0 || blocks == 0 || first.groups.max(second.groups) > u16::MAX.into() {
+            return Ok(false);
+        }
+        // Blocks are placed in order: the last ones wait for multiprocessors.
+        let late = blocks.saturating_sub(processors.saturating_sub(taken));
+        let shares = Shares::new(&first, &second, blocks, if late < blocks { late } else { 0 });
+        let most = [0, 1].map(|product| shares.most(product, blocks));
         (first.out, second.out) = (product.out, out.ptr());
         let second_at = code_bytes(&w.cut);
-        let first_at = code_bytes(&from.cut).max(second_at);
-        let first_end = first_at + 128 * first.tiles * first.each;
-        let second_end = second_at + 128 * second.tiles * second.each;
+        // Two rows of inputs.
+        let first_at = (2 * code_bytes(&from.cut)).max(second_at);
+        let first_end = first_at + 128 * first.tiles * most[0];
+        let second_end = second_at + 128 * second.tiles * most[1];
         let shared = INPUTS_AT + first_end.max(second_end);
-        if shared > MAX_SHARED {
+        if shared > MAX_SHARED || most[0] > row_groups {
             return Ok(false);
         }
         let sent = self.matmul.sends(out.ptr(), w.rows);
@@ -402,7 +454,8 @@ impl Cuda {
         // Its int8 outputs go from block to block only.
         (self.matmul.held, self.matmul.ready) = (None, None);
         self.counters.weight_bytes += w.bytes() as u64;
-        self.launch(kernel!("arc_matmul_follow"), Grid::new(blocks, THREADS).shared(shared), &[Arg::of(&args)])?;
+        let grid = Grid::new(blocks, THREADS).shared(shared);
+        self.launch(kernel!("arc_matmul_follow"), grid, &[Arg::of(&args), Arg::of(&shares)])?;
         self.matmul.sent = sent;
         Ok(true)
     }
@@ -436,7 +489,7 @@ impl Workspace {
 
 #[cfg(test)]
 mod tests {
-    use super::{HEAD_GROUPS, MOST_FIRST, MOST_SECOND, PLACES, Run, share};
+    use super::{HEAD_GROUPS, MOST_FIRST, MOST_SECOND, PLACES, Run, Shares, UNIT, share};
 
     /// Every group has a block, no block has more than the kernel's parts have room for, and nobody has much more than his
     /// share: DeepSeek-V4-Flash's layers without a compressor, with one, with an indexer beside, with its query, and small
@@ -469,6 +522,35 @@ mod tests {
             let (all, load) = (of([low, pool, queries, index.groups]), of([first[0].each, 0, second.each, index.each]));
             let more = bytes[0] + bytes[1] + bytes[2] + index.each as usize * bytes[3];
             assert!(load <= all.div_ceil(132) + more, "{load} of {all}");
+        }
+    }
+
+    /// Without a norm every group has a block and every block a unit of the first product; late ones have no more of it, and all
+    /// others differ by little: DeepSeek-V4-Flash's output projections behind attentions of several sizes, and small ones.
+    #[test]
+    fn late_blocks_have_less() {
+        let run = |groups, tiles| Run { groups, tiles, ..Run::default() };
+        let v4 = [0, 4, 8, 16, 32, 131].map(|late| (run(1024, 4), run(512, 8), 132, late));
+        let small = [(run(16, 1), run(32, 1), 4, 3), (run(4, 2), run(1, 1), 1, 0), (run(528, 1), run(3, 1), 132, 16)];
+        for (first, second, blocks, late) in v4.into_iter().chain(small) {
+            let shares = Shares::new(&first, &second, blocks, late);
+            let name = format!("{} and {} groups, {late} of {blocks} late", first.groups, second.groups);
+            let counts = [0, 1].map(|product| {
+                let starts = &shares.starts[product][..=blocks as usize];
+                assert!(starts.is_sorted() && starts[0] == 0, "{name}");
+                assert_eq!(u32::from(starts[blocks as usize]), [first.groups, second.groups][product], "{name}");
+                starts.windows(2).map(|pair| u32::from(pair[1] - pair[0])).collect::<Vec<_>>()
+            });
+            let early = (blocks - late) as usize;
+            assert!(counts[0].iter().all(|&n| n != 0 && n % UNIT == 0), "{name}: {:?}", counts[0]);
+            assert!(counts[0][early..].iter().all(|&n| n == UNIT), "{name}: {:?}", counts[0]);
+            if first.groups != 1024 || late > 32 {
+                continue;
+            }
+            let tiles: Vec<u32> =
+                counts[0].iter().zip(&counts[1]).map(|(a, b)| a * first.tiles + b * second.tiles).collect();
+            assert!(tiles[..early].iter().all(|n| (56..=72).contains(n)), "{name}: {tiles:?}");
+            assert!(tiles[early..].iter().all(|n| (40..=56).contains(n)), "{name}: {tiles:?}");
         }
     }
 
