@@ -135,20 +135,26 @@ struct OneRow {
     // Barrier of the warps that multiply.
     __device__ __forceinline__ void sync() const { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
 
-    // By a warp. A chunk is empty when all of its tiles, or pairs of tiles, have been taken.
+    // By a lane of every warp, some each: a warp's lanes take one after the other. A chunk is empty when all of its tiles, or pairs
+    // of tiles, have been taken.
     __device__ __forceinline__ void init_barriers() const {
+        if (lane != 0) return;
+        const uint32_t first = 2 * all, end = first + 2 * (1 + kMostEach) + 2 + kHelps;
 #pragma unroll 1
-        for (uint32_t c = lane; c < all; c += 32) {
-            init(full(c), 1);
-            const uint32_t first = c < of_shared ? p.shared_tiles : tiles, second = shared_second(c) ? 1 : kDownGroups;
-            init(empty(c), c < of_units ? first : second * down_tiles);
+        for (uint32_t i = warp; i < end; i += kAllThreads / 32) {
+            const uint32_t c = i / 2, k = i - first;
+            if (i >= first) {
+                // From `multiplied` to `halved`, one behind the other.
+                init(multiplied(k), k <= kMostEach ? kUnitGroups * tiles : 1);
+                if (k - (end - first - kHelps) < halves) expect(multiplied(k), 4 * kSharedGroups * kGroup);
+            } else if (i % 2 == 0) {
+                init(full(c), 1);
+            } else {
+                const uint32_t of_first = c < of_shared ? p.shared_tiles : tiles, of_second = shared_second(c) ? 1 : kDownGroups;
+                init(empty(c), c < of_units ? of_first : of_second * down_tiles);
+            }
         }
-        if (lane == 0) init(chosen(), 1), init(weighed(), 1);
-        if (lane < kHelps) init(halved(lane), 1);
-        if (lane <= kMostEach) init(multiplied(lane), kUnitGroups * tiles), init(there(lane), 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        if (lane < halves) expect(halved(lane), 4 * kSharedGroups * kGroup);
-        __syncwarp();
     }
 
     // Asks for chunks, by a warp, few at a time: what others load, small as it is, would wait behind all that is on its way. What
@@ -246,7 +252,7 @@ struct OneRow {
         }
         row.dot(gate, block, known().gate.sums);
         copies_landed();
-        asm volatile("bar.sync 2, %0;" ::"n"(kAllThreads) : "memory");
+        asm volatile("bar.sync 2, %0;" ::"n"(kAllThreads - 32) : "memory");
         router::post_scores(gate, block, known().gate.sums, known().tag);
         marks.mark(3);
     }
@@ -431,14 +437,10 @@ struct OneRow {
     __device__ __forceinline__ void run(const router::Gate& gate) const {
         const uint32_t role = min(max(warp, kWarps - 1) - (kWarps - 1), 3u);
         const Marks marks(kMarkExperts, role, role == 0 ? 0 : 32 * (kWarps - 1 + role));
-        if (warp == kBringer) {
-            init_barriers();
-            asm volatile("bar.arrive 2, %0;" ::"n"(kAllThreads) : "memory");
-            cluster_arrive_relaxed();
-        } else {
-            cluster_arrive_relaxed();
-            copy_patterns(at<uint32_t>(p.table_at), kThreads);
-        }
+        init_barriers();
+        __syncthreads();
+        cluster_arrive_relaxed();
+        if (warp != kBringer) copy_patterns(at<uint32_t>(p.table_at), kThreads);
         if (p.site == 0) pdl_launch();
         if (warp == kBringer) {
             // It knows nothing that others wrote but what this block's other warps say.
