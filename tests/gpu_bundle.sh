@@ -15,4 +15,5 @@ ARC_CACHE_DIR="$to" "$to/bin/arc" pull smollm2-135m
 cp -r tests/fixtures/deepseek-v4-tiny "$to/models/"
 cp tests/fixtures/ppl.txt "$to/"
 cp tests/gpu_run.sh "$to/run"
+cp tests/gpu_sanitize.sh "$to/sanitize"
 du -sh "$to"

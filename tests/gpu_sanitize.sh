@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# Runs on a GPU machine, in a folder that tests/gpu_bundle.sh made: cases of the conformance suite under compute-sanitizer.
+# Logs go to results/. Each tool has a limit, all together less than five minutes; one that does not end within it has failed.
+#
+#     ./sanitize [TOOL...]                  memcheck, racecheck and initcheck by default
+#
+# memcheck costs little, 1.2 times the suite's own time (on an H200 198 cases in 15.1 s for 12.8), so it has all cases but those of
+# SKIPPED. initcheck took 1.4 times as long as memcheck for 22 cases of chain/, racecheck 1.1 to 2.3 s for each of the seven cases
+# that it was given: these have the cases of FEW, one or two for each kind of kernel. The limits were set by these figures; no tool
+# has been timed over its whole list yet.
+#
+# What the tools do not see. All memory of a device is zeroed when it is taken, which initcheck counts as written: it can name
+# copies and staging, but no stage that reads what no stage wrote. racecheck looks at shared memory only: words of global memory
+# for which blocks wait are relaxed accesses by design, and it has nothing to say about them.
+set -uo pipefail
+cd "$(dirname "$0")"
+mkdir -p results
+sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1)
+[ -n "$sanitizer" ] || { echo "compute-sanitizer is not on this machine"; exit 2; }
+
+# Left out: a kernel that traps is a finding by itself; a sweep over all f32; products and contexts that take seconds without a
+# tool, and whose kernels smaller cases have.
+SKIPPED=(faults/ quant/e4m3 "600 rows" "2048 rows" "of 300 learned" "4096x2048/2 of 16" "4096x2048/2 of 8" /far "70001 tokens")
+# Blocks of `latent_attend_*` in a cluster copy to one another by `cp.async.bulk.shared::cluster`, and each to itself by the same
+# instruction. memcheck refuses the latter ("not located in remote CTA"), also of a kernel that does nothing else, and ends the
+# kernel; copies to another block are fine by it. It does not look into these kernels.
+MEMCHECK=(--kernel-name-exclude kns=latent_attend)
+FEW=(
+    "hc/head/4096/1 rows" "hc/site/4096/1 rows/Output/Usual/20" "hc/site/4096/9 rows/Output/Usual" "hc/site/96/5 rows"
+    kv/9x3x64/Halves/1 kv/9x3x64/Halves/2 kv/9x3x64/Halves/4
+    "matmul/q8_0/35x512" "matmul/q4_k/35x512" "matmul/f16/35x512" "matmul/q8_0/blocks alone/1024" "matmul/q8_0/embed"
+    layers/smollm2/Adjacent/200 layers/smollm2/Adjacent/1280
+    latent/flash/sparse/Fp8/0 latent/flash/sparse/Fp8/2 latent/small/heavy/F32/0
+    "moe/one launch/scores choose" "moe/1024x1024/6 of 32 learned/9 rows" "moe/1024x256/6 of 32 learned/3 rows"
+    "chain/one row through attention/pool 2 x 128" "chain/one row's choice/16 of 100 at 399"
+    "chain/one row's choice/512 of 1000 at 3999" "chain/one row's choice/8196 tokens"
+    sample/no_list/129280 state/tables/0 draft/embed_next/5 draft/draft_in/q8_0/5
+)
+
+# A case that was given another name would not be looked at, and nobody would know.
+for part in "${SKIPPED[@]}" "${FEW[@]}"; do
+    [ -n "$(bin/arc-conformance --list "$part")" ] || { echo "no case is called '$part'"; exit 2; }
+done
+
+fail=0
+# TOOL, seconds, options of the tool, --, arguments of arc-conformance.
+run() {
+    local tool=$1 limit=$2 options=() began=$SECONDS
+    shift 2
+    while [ "$1" != -- ]; do options+=("$1"); shift; done
+    shift
+    local log=results/$tool.txt
+    timeout "$limit" "$sanitizer" --tool "$tool" --error-exitcode 3 --destroy-on-device-error kernel --print-limit 500 \
+        "${options[@]}" bin/arc-conformance --require-gpu "$@" >"$log" 2>&1
+    local code=$?
+    [ $code = 124 ] && echo "$tool: not done within $limit s"
+    printf '%-10s exit code %d, %d s: %s\n' "$tool" $code $((SECONDS - began)) "$(grep -c '^ok' "$log") cases passed; $(tail -1 "$log")"
+    grep ^FAIL "$log"
+    # Kinds of findings: where they are, without threads and blocks.
+    grep -E '^=========     (at|by|Access|Address)|^========= (Invalid|Error|Race|Uninit)' "$log" | grep -v 'by thread' |
+        sed 's/0x[0-9a-f]*/X/g' | sort | uniq -c | sort -rn | head -20
+    [ $code = 0 ] || fail=1
+}
+
+skips=()
+for part in "${SKIPPED[@]}"; do skips+=(--skip "$part"); done
+[ $# -gt 0 ] || set -- memcheck racecheck initcheck
+for tool; do
+    case $tool in
+    memcheck) run memcheck 150 "${MEMCHECK[@]}" -- "${skips[@]}" ;;
+    racecheck) run racecheck 100 -- "${FEW[@]}" ;;
+    initcheck | synccheck) run "$tool" 40 -- "${FEW[@]}" ;;
+    *) echo "unknown tool $tool"; exit 2 ;;
+    esac
+done
+exit $fail
