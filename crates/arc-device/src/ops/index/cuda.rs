@@ -37,7 +37,7 @@ const WEIGHTS_AT: usize = PACKED_AT + MAX_INDEX_DIM * INDEX_DIM / 4;
 const SCORES_AT: usize = WEIGHTS_AT + 2 * MAX_INDEX_DIM;
 const CHOSEN_AT: usize = SCORES_AT + 2 * FEW;
 const WORDS: usize = CHOSEN_AT + 4 * (1 + FEW / CHOOSER_KEYS);
-const _: () = assert!(CHOSEN_AT % 4 == 0);
+const _: () = assert!(CHOSEN_AT.is_multiple_of(4));
 
 /// How the index query of a step came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
