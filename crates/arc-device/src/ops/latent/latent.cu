@@ -471,7 +471,8 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         cluster_wait();
         // The block's share of every split's sums, and their weights.
         const uint32_t fours = min(share, quads - min(quads, blockIdx.x * share));
-        if (thread == 0) parcel_expect(&weighed, splits * kHeads * 8), parcel_expect(&parcel, fours != 0 ? splits * kHeads * 4 * share_stride : 0);
+        const uint32_t others = fours != 0 ? splits - (blockIdx.x < splits ? 1 : 0) : 0;
+        if (thread == 0) parcel_expect(&weighed, splits * kHeads * 8), parcel_expect(&parcel, others * kHeads * 4 * share_stride);
     }
     for (uint32_t split = blockIdx.x; split < splits; split += gridDim.x) {
         const uint32_t here = min(split_rows, list.n - split * split_rows);
@@ -642,9 +643,10 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                 for (uint32_t j = 0; j < 2; ++j) {
                     const uint32_t e = (first_pair + i) * 16 + 8 * j + 2 * (lane & 3);
                     if (local) {
-                        // Where the scores were, for the block that merges these values.
+                        // Where the scores were, for the block that merges these values; this block's own where it looks for them.
                         const uint32_t block = (first_pair + i) * 4 / share;
-                        float* to = scores + (block * kHeads + low) * share_stride + e - block * share * 4;
+                        float* to = block == blockIdx.x ? received + split * kHeads * share_stride : scores + block * kHeads * share_stride;
+                        to += low * share_stride + e - block * share * 4;
                         *reinterpret_cast<float2*>(to) = make_float2(o[i][j][0], o[i][j][1]);
                         *reinterpret_cast<float2*>(to + 8 * share_stride) = make_float2(o[i][j][2], o[i][j][3]);
                     } else {
@@ -657,7 +659,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         if (local) {
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
             __syncthreads();
-            if (thread * share < quads && thread < gridDim.x) {
+            if (thread * share < quads && thread < gridDim.x && thread != blockIdx.x) {
                 const uint32_t heads_of = kHeads * share_stride;
                 send_lines(in_block(shared_at(received + split * heads_of), thread), shared_at(scores + thread * heads_of), 4 * heads_of,
                            in_block(shared_at(&parcel), thread));
