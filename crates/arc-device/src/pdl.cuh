@@ -30,7 +30,8 @@ __device__ __forceinline__ void trace_begin() {
 // product; of two products, whether a norm is between them (1), whether the block has F16 first (2), whether an index query comes
 // between (4); of one row's experts, which warps: those that multiply, that which brings weights (1), that which sends units (2),
 // those that take them (3); of a site, whether it takes what is sent (1); of a router's choice, whether it is in the experts'
-// kernel (1); of a choice among keys, the block that picks (1), and whether they are many (2).
+// kernel (1); of a choice among keys, the block that picks (1), and whether they are many (2); of the attention, whether rows are
+// chosen beside it (1).
 enum MarkKind : unsigned { kMarkProduct, kMarkFollow, kMarkUp, kMarkExperts, kMarkDown, kMarkSite, kMarkRouter, kMarkChooser, kMarkAttend, kMarkRows, kMarkChoose, kMarkLayers };
 
 // Times inside a block: one thread takes a place when the block begins (mark 1), and leaves a time at every mark. 2: the wait

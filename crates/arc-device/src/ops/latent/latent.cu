@@ -145,18 +145,28 @@ __device__ __forceinline__ uint32_t nth_bit(uint64_t bits, uint32_t n) {
     return at;
 }
 
+// The choice as a warp looks for it: its number, and what the lane's block of it has told.
+struct Told {
+    uint32_t number;
+    uint4 mine;
+
+    __device__ __forceinline__ void ask(const LatentArgs& a) {
+        number = __ldcg(reinterpret_cast<const uint32_t*>(a.chosen));
+        mine = look(a.chosen + 16 * ((threadIdx.x & 31) + 1));
+    }
+};
+
 // Brings the block's split of a list that is chosen beside the product from the tiles, row by row, once it is known which keys
-// of every block are chosen: by a warp. Returns whether a score was NaN.
-__device__ __forceinline__ bool bring_chosen(const LatentArgs& a, const RowInfo& info, uint32_t to, uint64_t* landed) {
-    const uint32_t lane = threadIdx.x & 31, number = __ldcg(reinterpret_cast<const uint32_t*>(a.chosen));
+// of every block are chosen: by a warp, which has asked already. Returns whether a score was NaN.
+__device__ __forceinline__ bool bring_chosen(const LatentArgs& a, const RowInfo& info, const Told& told, uint32_t to, uint64_t* landed) {
+    const uint32_t lane = threadIdx.x & 31;
     const uint32_t visible = a.visible(info.pos), recent = info.pos + 1 - a.first_visible(info.pos);
     const uint32_t bytes = 2 * a.dim, step = 2 * a.tile_row();
     if (lane == 0) parcel_expect(landed, kRows * bytes);
-    uint4 mine = make_uint4(0, 0, 0, number);
-    if (lane * kChooserKeys < visible) {
-        do mine = look(a.chosen + 16 * (lane + 1));
-        while (mine.w != number);
-    }
+    uint4 mine = told.mine;
+    if (lane * kChooserKeys >= visible) mine = make_uint4(0, 0, 0, told.number);
+    while (mine.w != told.number) mine = look(a.chosen + 16 * (lane + 1));
+    __syncwarp();
     // Chosen keys up to those of the lane's block.
     uint32_t up_to = __popc(mine.x) + __popc(mine.y);
 #pragma unroll
@@ -164,7 +174,8 @@ __device__ __forceinline__ bool bring_chosen(const LatentArgs& a, const RowInfo&
         const uint32_t n = __shfl_up_sync(kFull, up_to, other);
         if (lane >= other) up_to += n;
     }
-#pragma unroll
+    // Rolled: what runs once takes its time to come.
+#pragma unroll 1
     for (uint32_t i = lane; i < (kRows + 31) / 32 * 32; i += 32) {
         const uint32_t at = blockIdx.x * kRows + i, k = at - recent;
         uint32_t block = 0;
@@ -196,7 +207,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     __shared__ uint64_t landed;                        // the block's rows, where they come as a tile
     __shared__ __align__(16) float angles[kRopeDim];
     __shared__ uint32_t table[kTable];                 // of the sequence's blocks, where rows are chosen
-    const Marks marks(kMarkAttend);
+    const Marks marks(kMarkAttend, TILES && a.chosen != 0);
     pdl_launch();
     const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
     const uint32_t r = TILES ? 0 : blockIdx.z, first_head = blockIdx.y * kHeads, heads = TILES ? kHeads : min(kHeads, a.heads - first_head);
@@ -223,6 +234,8 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     };
     // A row that is not live has none, but what is there is brought before that is known.
     if (brings && lane == 0 && !(TILES && a.chosen != 0)) bring_tile();
+    Told told;
+    if (TILES && brings && a.chosen != 0) told.ask(a);
     const RowInfo info = info_early(view, r);
     const bool sent = TILES || (PLANES == 1 && a.sent_q != 0);
     const uint32_t tag = sent ? __ldcg(a.counts + 3) : 0;
@@ -230,9 +243,13 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     consts.load(a, info);
     // Rows of several terms leave no registers for them.
     if (PLANES > 1) consts.store(angles, sink_of);
+    // Sixteen fours of a query rotate: a lane has one of them at most. TILES: with angles of its own, so that no warp waits for another.
+    const uint32_t turning = (lane - rope_quad) & 31, turning_j = (rope_quad + turning) / 32;
+    float4 cs = make_float4(1.0f, 0.0f, 1.0f, 0.0f);
+    if (TILES && turning < kRopeDim / 4) cs = *reinterpret_cast<const float4*>(a.rope + (size_t)info.pos * kRopeDim + 4 * turning);
     if (TILES && brings && a.chosen != 0) {
         if (info.live && a.chooses(info.pos)) {
-            const bool faulty = bring_chosen(a, info, shared_at(rows), &landed);
+            const bool faulty = bring_chosen(a, info, told, shared_at(rows), &landed);
             // A score was NaN: so is what the heads read.
             if (faulty) consts.x.x = ARC_NAN;
         } else if (lane == 0) {
@@ -433,10 +450,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         float sums[1];
         sum_lanes4(squares, sums);
         const float factor = rsqrt(__fadd_rn(__fdiv_rn(__fadd_rn(0.0f, sums[0]), (float)dim), a.eps));
-        // Sixteen fours rotate: a lane has one of them at most.
-        const uint32_t turning = (lane - rope_quad) & 31, turning_j = (rope_quad + turning) / 32;
-        float4 cs = make_float4(1.0f, 0.0f, 1.0f, 0.0f);
-        if (turning < kRopeDim / 4) cs = reinterpret_cast<const float4*>(angles)[turning];
+        if (!TILES && turning < kRopeDim / 4) cs = reinterpret_cast<const float4*>(angles)[turning];
 #pragma unroll
         for (uint32_t j = 0; j < 4; ++j) {
             float4& x = query[j];
@@ -490,18 +504,18 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
             if (!tiles) bring(plane);
             if (split == blockIdx.x && plane == 0) {
                 if (PLANES == 1) consts.store(angles, sink_of);
-                marks.mark(3);
+                if (!tiles) marks.mark(3);
                 if (!waits && !sent) {
                     pdl_wait();
                     marks.mark(2);
                     ask_queries();
                 }
                 // `angles` are there.
-                __syncthreads();
+                if (!TILES) __syncthreads();
                 cut_queries();
                 marks.mark(7);
             }
-            if (tiles) parcel_wait(&landed);
+            if (tiles) parcel_wait(&landed), marks.mark(3);
             __syncthreads();
 #pragma unroll
             for (uint32_t i = 0; i < kMaxLatent / 16 / kShares; ++i) {
