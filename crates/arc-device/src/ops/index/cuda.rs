@@ -18,7 +18,7 @@ const STRAIGHT_HEADS: usize = 64;
 /// Most keys that `index_choose` chooses among, and keys of a block of it: `kFew` of choose.cuh and `kChooserKeys` of latent.cuh. Of
 /// more, `index_choose_many` chooses where it can.
 const FEW: usize = 2048;
-const CHOOSER_KEYS: usize = 64;
+const CHOOSER_KEYS: usize = 32;
 /// What `index_choose_many` has: blocks that score and scores that each of them keeps, at most; scores of warps that such a
 /// block tells the others; and the most rows that it may choose.
 const MANY_SCORERS: usize = 128;

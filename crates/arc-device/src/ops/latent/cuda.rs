@@ -484,7 +484,7 @@ impl Cuda {
         self.latent.attending = n * (groups * rows) as u32;
         let grid = Grid {
             blocks: [n, groups as u32, rows as u32],
-            threads: 512,
+            threads: if usual { 544 } else { 512 },
             shared: attend_bytes(att.dim),
             cluster: if n > 1 && apart == 0 { n } else { 0 },
         };

@@ -145,30 +145,39 @@ __device__ __forceinline__ uint32_t nth_bit(uint64_t bits, uint32_t n) {
     return at;
 }
 
-// The choice as a warp looks for it: its number, and what the lane's block of it has told.
+// The choice as a warp looks for it: its number, and what the lane's two blocks of it have told.
 struct Told {
     uint32_t number;
-    uint4 mine;
+    uint4 mine[2];
 
     __device__ __forceinline__ void ask(const LatentArgs& a) {
         number = __ldcg(reinterpret_cast<const uint32_t*>(a.chosen));
-        mine = look(a.chosen + 16 * ((threadIdx.x & 31) + 1));
+#pragma unroll
+        for (uint32_t i = 0; i < 2; ++i) mine[i] = look(a.chosen + 16 * (2 * (threadIdx.x & 31) + i + 1));
     }
 };
 
 // Brings the block's split of a list that is chosen beside the product from the tiles, row by row, once it is known which keys
-// of every block are chosen: by a warp, which has asked already. Returns whether a score was NaN.
-__device__ __forceinline__ bool bring_chosen(const LatentArgs& a, const RowInfo& info, const Told& told, uint32_t to, uint64_t* landed) {
+// of every block are chosen: by a warp, which has asked already. `faulty`: whether a score was NaN, who waits for the rows sees it.
+__device__ __forceinline__ void bring_chosen(const LatentArgs& a, const RowInfo& info, const Told& told, uint32_t to, bool* faulty,
+                                             uint64_t* landed) {
     const uint32_t lane = threadIdx.x & 31;
     const uint32_t visible = a.visible(info.pos), recent = info.pos + 1 - a.first_visible(info.pos);
     const uint32_t bytes = 2 * a.dim, step = 2 * a.tile_row();
-    if (lane == 0) parcel_expect(landed, kRows * bytes);
-    uint4 mine = told.mine;
-    if (lane * kChooserKeys >= visible) mine = make_uint4(0, 0, 0, told.number);
-    while (mine.w != told.number) mine = look(a.chosen + 16 * (lane + 1));
+    uint32_t mine[2];
+    bool nan = false;
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+        const uint32_t block = 2 * lane + i;
+        uint4 got = block * kChooserKeys < visible ? told.mine[i] : make_uint4(0, 0, 0, told.number);
+        while (got.w != told.number) got = look(a.chosen + 16 * (block + 1));
+        mine[i] = got.x, nan = nan || got.z != 0;
+    }
+    nan = __any_sync(kFull, nan);
+    if (lane == 0) *faulty = nan, parcel_expect(landed, kRows * bytes);
     __syncwarp();
-    // Chosen keys up to those of the lane's block.
-    uint32_t up_to = __popc(mine.x) + __popc(mine.y);
+    // Chosen keys up to those of the lane's blocks.
+    uint32_t up_to = __popc(mine[0]) + __popc(mine[1]);
 #pragma unroll
     for (uint32_t other = 1; other < 32; other *= 2) {
         const uint32_t n = __shfl_up_sync(kFull, up_to, other);
@@ -178,18 +187,17 @@ __device__ __forceinline__ bool bring_chosen(const LatentArgs& a, const RowInfo&
 #pragma unroll 1
     for (uint32_t i = lane; i < (kRows + 31) / 32 * 32; i += 32) {
         const uint32_t at = blockIdx.x * kRows + i, k = at - recent;
-        uint32_t block = 0;
+        uint32_t two = 0;
 #pragma unroll
         for (uint32_t half = 16; half > 0; half /= 2) {
-            if (__shfl_sync(kFull, up_to, block + half - 1) <= k) block += half;
+            if (__shfl_sync(kFull, up_to, two + half - 1) <= k) two += half;
         }
-        const uint32_t before = __shfl_sync(kFull, up_to, block == 0 ? 0 : block - 1);
-        const uint64_t bits = (uint64_t)__shfl_sync(kFull, mine.y, block) << 32 | __shfl_sync(kFull, mine.x, block);
+        const uint32_t before = __shfl_sync(kFull, up_to, two == 0 ? 0 : two - 1);
+        const uint64_t bits = (uint64_t)__shfl_sync(kFull, mine[1], two) << 32 | __shfl_sync(kFull, mine[0], two);
         // The rows behind all others are zero.
-        const uint32_t row = at < recent ? at : recent + (k < a.top ? block * kChooserKeys + nth_bit(bits, k - (block == 0 ? 0 : before)) : visible);
+        const uint32_t row = at < recent ? at : recent + (k < a.top ? 2 * two * kChooserKeys + nth_bit(bits, k - (two == 0 ? 0 : before)) : visible);
         if (i < kRows) bring_lines(to + i * step, reinterpret_cast<const uint8_t*>(a.tiles) + (size_t)min(row, kTileRows - 1) * step, bytes, shared_at(landed));
     }
-    return __any_sync(kFull, mine.z != 0);
 }
 
 // PLANES: BF16 terms of a row's value. DIM: values of a row, or 0: as `a` says. TILES: what is usual of one row, and nothing else: a
@@ -207,6 +215,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     __shared__ uint64_t landed;                        // the block's rows, where they come as a tile
     __shared__ __align__(16) float angles[kRopeDim];
     __shared__ uint32_t table[kTable];                 // of the sequence's blocks, where rows are chosen
+    __shared__ bool faulty;                            // TILES: whether a score was NaN
     const Marks marks(kMarkAttend, TILES && a.chosen != 0);
     pdl_launch();
     const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
@@ -215,12 +224,13 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     const uint32_t stride = dim + 8, quads = dim / 4, rope_quad = (dim - kRopeDim) / 4;
     // One block takes all splits; or some do, and another kernel merges; or those of a cluster, one each at most.
     const bool single = !TILES && gridDim.x == 1, apart = !TILES && a.apart != 0, local = !single && !apart;
-    // The row's list as a tile, which a warp brings, that of the sinks.
-    const bool tiles = TILES || (PLANES == 1 && local && a.tiles != nullptr), brings = tiles && warp == 1;
+    // The row's list as a tile, which a warp brings: TILES: one more than those that have heads.
+    const bool tiles = TILES || (PLANES == 1 && local && a.tiles != nullptr);
+    constexpr uint32_t kBringer = TILES ? kWarps : 0;
     // Everybody has begun, and a barrier, before anybody sends to another.
     if (local) {
         if (thread == 0) parcel_init(&weighed), parcel_init(&parcel);
-        if (thread == 32) parcel_init(&landed);
+        if (thread == 32 * kBringer) parcel_init(&landed);
         cluster_arrive_relaxed();
     }
     uint16_t* q = reinterpret_cast<uint16_t*>(dynamic);          // [kQueryTerms][kHeads][stride]
@@ -233,9 +243,17 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         for (uint32_t i = 0; i < kRows / 16; ++i) bring_lines(shared_at(rows) + i * bytes, tile + i * bytes, bytes, shared_at(&landed));
     };
     // A row that is not live has none, but what is there is brought before that is known.
-    if (brings && lane == 0 && !(TILES && a.chosen != 0)) bring_tile();
-    Told told;
-    if (TILES && brings && a.chosen != 0) told.ask(a);
+    if (TILES && warp == kBringer) {
+        if (a.chosen != 0) {
+            Told told;
+            told.ask(a);
+            const RowInfo info = info_early(view, r);
+            if (info.live && a.chooses(info.pos)) return bring_chosen(a, info, told, shared_at(rows), &faulty, &landed);
+        }
+        if (lane == 0) faulty = false, bring_tile();
+        return;
+    }
+    if (tiles && thread == 32 * kBringer) bring_tile();
     const RowInfo info = info_early(view, r);
     const bool sent = TILES || (PLANES == 1 && a.sent_q != 0);
     const uint32_t tag = sent ? __ldcg(a.counts + 3) : 0;
@@ -247,15 +265,6 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     const uint32_t turning = (lane - rope_quad) & 31, turning_j = (rope_quad + turning) / 32;
     float4 cs = make_float4(1.0f, 0.0f, 1.0f, 0.0f);
     if (TILES && turning < kRopeDim / 4) cs = *reinterpret_cast<const float4*>(a.rope + (size_t)info.pos * kRopeDim + 4 * turning);
-    if (TILES && brings && a.chosen != 0) {
-        if (info.live && a.chooses(info.pos)) {
-            const bool faulty = bring_chosen(a, info, told, shared_at(rows), &landed);
-            // A score was NaN: so is what the heads read.
-            if (faulty) consts.x.x = ARC_NAN;
-        } else if (lane == 0) {
-            bring_tile();
-        }
-    }
     // The warp's head: values 4 lane + 128 j.
     float4 query[4];
     auto ask_queries = [&]() {
@@ -318,10 +327,10 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         ask_queries();
         if (tiles) parcel_wait(&landed);
         if (PLANES == 1 && info.live) pick = pick_of(blockIdx.x);
-        const bool faulty = info.live && list.chosen[0] == kIndexFault;
-        if (!info.live || faulty) {
+        const bool none = info.live && list.chosen[0] == kIndexFault;
+        if (!info.live || none) {
             // NaN as arithmetic leaves it.
-            const float fill = faulty ? __int_as_float(0x7fffffff) : 0.0f;
+            const float fill = none ? __int_as_float(0x7fffffff) : 0.0f;
             for (uint32_t i = blockIdx.x * kThreads + thread; i < heads * dim; i += gridDim.x * kThreads) {
                 const size_t at = out_at + i;
                 a.out[at] = fill;
@@ -742,7 +751,8 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                 keep[s] = __shfl_sync(kFull, own_keep, s, kLanes), add[s] = __shfl_sync(kFull, own_add, s, kLanes);
                 if (s < splits) l = joined(l, keep[s], weight_of[s][head].y, add[s]);
             }
-            factor = finish(__shfl_sync(kFull, m, splits - 1, kLanes), l, sink_of[head]);
+            // A score was NaN: so is what the heads read.
+            factor = finish(__shfl_sync(kFull, m, splits - 1, kLanes), l, TILES && faulty ? ARC_NAN : sink_of[head]);
         }
         parcel_wait(&parcel);
         marks.mark(5);
@@ -779,7 +789,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
 }  // namespace
 
 // Grid: (blocks of splits, groups of 16 heads, rows).
-extern "C" __global__ void __launch_bounds__(512, 1) latent_attend_tiles(LatentArgs a, StepView view) { attend<1, 512, true>(a, view); }
+extern "C" __global__ void __launch_bounds__(544, 1) latent_attend_tiles(LatentArgs a, StepView view) { attend<1, 512, true>(a, view); }
 extern "C" __global__ void __launch_bounds__(512, 1) latent_attend_512(LatentArgs a, StepView view) { attend<1, 512, false>(a, view); }
 extern "C" __global__ void __launch_bounds__(512, 1) latent_attend_packed(LatentArgs a, StepView view) { attend<1, 0, false>(a, view); }
 extern "C" __global__ void __launch_bounds__(512, 1) latent_attend_f32(LatentArgs a, StepView view) { attend<3, 0, false>(a, view); }

@@ -52,7 +52,7 @@ struct LatentArgs {
     // Where blocks of latent_rows arrive when what they leave is there, for a kernel that begins with it; or null.
     uint32_t* left;
     // Where the attention takes from the tiles what is chosen beside the product (choose.cu): the number of the choice, and 16
-    // bytes behind it which keys of every block are chosen; or 0.
+    // bytes behind it which keys of every block are chosen, a bit each, and whether a score was NaN; or 0.
     uint64_t chosen;
     // Where `codes` with their scales are sent as they are made, each block of 32 with the number that queries were sent with; or 0.
     uint64_t sent_codes;
@@ -73,7 +73,7 @@ struct LatentArgs {
 static_assert(sizeof(LatentArgs) == 376);
 
 // Rows that there is room for in tiles: TILE_ROWS of latent/cuda.rs. Keys of a block of index_choose.
-constexpr uint32_t kTileRows = 2304, kChooserKeys = 64;
+constexpr uint32_t kTileRows = 2304, kChooserKeys = 32;
 
 // Rows of a split of the attention, which sums their values together.
 constexpr uint32_t kSplitRows = 80;
