@@ -453,6 +453,7 @@ struct Choice {
     room: usize,
     short: bool,
     eps: f32,
+    heads: LatentConfig,
 }
 
 /// What the stages of a choice leave.
@@ -462,8 +463,13 @@ struct Chosen {
     index_q: Vec<f32>,
     picks: Vec<u32>,
     out: Vec<f32>,
+    y: Vec<f32>,
     launched: Vec<&'static str>,
 }
+
+/// DeepSeek-V4-Flash's attention, whose rows come as tiles.
+const FLASH: LatentConfig =
+    LatentConfig { heads: 64, dim: 512, window: 128, groups: 8, group_out: 1024, scale: 0.044, eps: 1e-6 };
 
 /// Positions that a choice has room for: among few keys, among many, and of a long context.
 const ROOM: usize = 4096;
@@ -474,8 +480,10 @@ const KEYS: Compressor = Compressor { ratio: 4, overlap: 2, dim: 128 };
 /// An index query that shares its launch with the products before and behind it, and a choice beside them, against steps of
 /// one stage each: no keys but those that are chosen, few and many of them, of a row that completes one and that does not.
 fn chosen(suite: &mut Suite) {
-    let at =
-        |pos, top| Choice { pos, top, alike: false, faulty: false, idle: false, room: ROOM, short: false, eps: 1e-6 };
+    let at = |pos, top| {
+        let (room, heads) = (ROOM, HEADS);
+        Choice { pos, top, alike: false, faulty: false, idle: false, room, short: false, eps: 1e-6, heads }
+    };
     let wide = |pos| Choice { room: WIDE, ..at(pos, 512) };
     let same = |suite: &Suite, [alone, together]: [Choice; 2], mutant| -> Verdict {
         let run = |choice: Choice, together, mutant| {
@@ -485,10 +493,17 @@ fn chosen(suite: &mut Suite) {
         };
         let (want, got) = (run(alone, false, Mutant::None)?, run(together, true, mutant)?);
         // Of many keys another kernel chooses.
-        let index = if together.room > ROOM { "index_choose_many" } else { "index_choose" };
+        let many = together.room / KEYS.ratio > 2048;
+        let index = if many { "index_choose_many" } else { "index_choose" };
+        let attention = match together.heads.dim {
+            512 if !many => "latent_attend_tiles",
+            512 => "latent_attend_512",
+            _ => "latent_attend_packed",
+        };
         for (want, got) in want.iter().zip(&got) {
-            launches("arc_matmul_", &["arc_matmul_follow_indexed"], &got.launched)?;
+            launches("arc_matmul_", &["arc_matmul_follow_indexed", "arc_matmul_follow"], &got.launched)?;
             launches("index_", &[index], &got.launched)?;
+            launches("latent_attend", &[attention], &got.launched)?;
             launches("arc_matmul_follow", &[], &want.launched)?;
             launches("index_", &["index_score", "index_pick"], &want.launched)?;
         }
@@ -499,9 +514,30 @@ fn chosen(suite: &mut Suite) {
                 equal_bits(&want.index_q, &got.index_q).map_err(|why| format!("index_q: {why}")),
                 equal(&want.picks, &got.picks).map_err(|why| format!("picks: {why}")),
                 equal_bits(&want.out, &got.out).map_err(|why| format!("out: {why}")),
+                equal_or_nan(&want.y, &got.y).map_err(|why| format!("y: {why}")),
             ]
         }))
     };
+    // Choices of one more than there are, of a row that completes its last key and that does not; lists that fill their splits and
+    // that do not; a window that is not full yet; as many keys as are few.
+    let flash = |pos, top| Choice { heads: FLASH, ..at(pos, top) };
+    let most = Choice { room: 2 * ROOM, ..flash(8191, 512) };
+    for choice in [flash(70, 16), flash(100, 16), flash(2051, 512), flash(2054, 512), flash(4094, 512), most] {
+        let name = format!("chain/one row's choice/of Flash, {} at {}", choice.top, choice.pos);
+        suite.case(&name, |suite| same(suite, [choice; 2], Mutant::None));
+    }
+    let many = Choice { room: WIDE, ..flash(20_003, 512) };
+    suite.case("chain/one row's choice/of Flash, 512 at 20003", |suite| same(suite, [many; 2], Mutant::None));
+    let choice = flash(3999, 512);
+    for (name, choice) in [
+        ("alike", Choice { alike: true, ..choice }),
+        ("around a row that is not live", Choice { idle: true, ..choice }),
+        ("with NaN", Choice { faulty: true, ..choice }),
+    ] {
+        suite.case(&format!("chain/one row's choice/of Flash {name}"), |suite| same(suite, [choice; 2], Mutant::None));
+    }
+    let alike = Choice { alike: true, ..choice };
+    suite.mutant("chain/one row's choice/of Flash, later ties", |suite| same(suite, [alike; 2], Mutant::LaterTies));
     for choice in [at(40, 16), at(399, 16), at(402, 16), at(2100, 512), at(3999, 512)] {
         let visible = KEYS.visible(choice.pos as u32);
         let name = format!("chain/one row's choice/{} of {visible} at {}", choice.top, choice.pos);
@@ -555,9 +591,10 @@ fn past_the_key(suite: &Suite, choice: Choice) -> Verdict {
 /// Three tokens' worth of stages, each in a step of its own or `together`; what each token left.
 fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Chosen>> {
     let mut rng = Rng(71);
-    let (class, rows) = (MemoryClass::Workspace, Compressor { dim: HEADS.dim, ..KEYS });
+    let parts = choice.heads.groups;
+    let (class, rows) = (MemoryClass::Workspace, Compressor { dim: choice.heads.dim, ..KEYS });
     let index = IndexConfig { heads: 64, dim: KEYS.dim, top: choice.top };
-    let attention = LatentConfig { eps: choice.eps, ..HEADS };
+    let attention = LatentConfig { eps: choice.eps, ..choice.heads };
     let site = site(dev, &mut rng)?;
     let weight = dev.vector("norm", &rng.values(DIM, 1.0))?;
     let compressor = |dev: &mut Cuda, rng: &mut Rng, shape: Compressor| {
@@ -570,18 +607,18 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
     let layer = LatentLayer { rows: Some(rows), index: Some((index, KEYS)), ..layer(attention, RANK, &rope_table) };
     let q_b = matrix(dev, Format::F16, 1, index.heads * index.dim, RANK)?;
     let w = LatentWeights {
-        low: stacked(dev, [RANK, HEADS.dim], DIM)?,
+        low: stacked(dev, [RANK, choice.heads.dim], DIM)?,
         q_norm: dev.vector("q_norm", &rng.values(RANK, 1.0))?,
-        q_b: matrix(dev, Format::Q8_0, 1, HEADS.q_dim(), RANK)?,
-        kv_norm: dev.vector("kv_norm", &rng.values(HEADS.dim, 1.0))?,
-        sinks: dev.vector("sinks", &rng.values(HEADS.heads, 1.0))?,
+        q_b: matrix(dev, Format::Q8_0, 1, choice.heads.q_dim(), RANK)?,
+        kv_norm: dev.vector("kv_norm", &rng.values(choice.heads.dim, 1.0))?,
+        sinks: dev.vector("sinks", &rng.values(choice.heads.heads, 1.0))?,
         pool: Some(PoolWeights {
             matrix: matrix(dev, Format::F16, 1, layer.pool_dim(), DIM)?,
             rows: compressor(dev, &mut rng, rows)?,
             index: Some(IndexWeights { q_b, keys: compressor(dev, &mut rng, KEYS)? }),
         }),
-        out_a: matrix(dev, Format::Q8_0, 2, HEADS.group_out, HEADS.q_dim() / 2)?,
-        out_b: matrix(dev, Format::Q8_0, 1, DIM, 2 * HEADS.group_out)?,
+        out_a: matrix(dev, Format::Q8_0, parts, choice.heads.group_out, choice.heads.q_dim() / parts)?,
+        out_b: matrix(dev, Format::Q8_0, 1, DIM, parts * choice.heads.group_out)?,
     };
     let mut ws = work(dev, &layer, 1, [layer.pool_dim(), index.heads * index.dim, choice.top])?;
     let bytes = |dev: &mut Cuda, values: &[u8]| {
@@ -604,13 +641,14 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
         DeviceResult::Ok(PoolState { ring, rows: bytes(dev, &rows)? })
     };
     let mut state = LatentState {
-        window: bytes(dev, &stored(&mut rng, RowFormat::Fp8, HEADS.dim, HEADS.ring()))?,
+        window: bytes(dev, &stored(&mut rng, RowFormat::Fp8, choice.heads.dim, choice.heads.ring()))?,
         rows: Some(pool_state(dev, &mut rng, rows, RowFormat::Fp8)?),
         keys: Some(pool_state(dev, &mut rng, KEYS, RowFormat::Fp4)?),
     };
     let (y, mut streams) = output_and_streams(dev, &mut rng, 1)?;
-    let mut h = dev.alloc::<f32>("test", class, DIM)?;
-    dev.finish(&ModelShape { vocab: 64, hidden: DIM, post_norms: false, gathered: STREAMS * DIM })?;
+    let (mut h, mut left_y) = (dev.alloc::<f32>("test", class, DIM)?, dev.alloc::<f32>("test", class, DIM)?);
+    let gathered = choice.heads.q_dim().max(STREAMS * DIM);
+    dev.finish(&ModelShape { vocab: 64, hidden: DIM, post_norms: false, gathered })?;
     let table = |live| delta(&[Run { pos: choice.pos, rows: 1, live }], choice.room);
     dev.stage(&table(true))?;
     dev.set_replay(false);
@@ -630,17 +668,20 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
             1 => dev.attn_in(&mut ws, &h, &w, &layer, 1),
             2 => dev.attn_q_kv(&mut ws, &mut state, &w, &layer, true, 1),
             3 => dev.index_select(&mut ws, &state, &layer, 1),
-            _ => dev.attn_latent(&mut ws, &mut state, &w, &layer, true, 1),
+            4 => dev.attn_latent(&mut ws, &mut state, &w, &layer, true, 1),
+            5 => dev.attn_out_a(&mut ws, &w, &layer, 1),
+            _ => dev.attn_out_b(&mut left_y, &ws, &w, &layer, 1),
         };
         let ctx = if choice.short { CtxClass::Medium } else { CtxClass::of(choice.room as u32) };
         let key = StepKey::new(1, 256, ctx, Part::Forward);
         let mut launched = Vec::new();
         if together {
-            dev.step(key, &mut |dev| (0..5).try_for_each(|i| stage(dev, i)))?;
+            dev.step(key, &mut |dev| (0..7).try_for_each(|i| stage(dev, i)))?;
             launched.extend(dev.launched());
         } else {
-            for i in 0..5 {
-                dev.step(key, &mut |dev| stage(dev, i))?;
+            // The first output projection reads what the attention leaves within a step.
+            for mut stages in [0..1, 1..2, 2..3, 3..4, 4..6, 6..7] {
+                dev.step(key, &mut |dev| stages.try_for_each(|i| stage(dev, i)))?;
                 launched.extend(dev.launched());
             }
         }
@@ -656,11 +697,12 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
         let mut picks = vec![0; choice.top];
         dev.read(&ws.picks, &mut picks)?;
         left.push(Chosen {
-            low: read(dev, &ws.low, RANK + HEADS.dim)?,
-            q: read(dev, &ws.q, HEADS.q_dim())?,
+            low: read(dev, &ws.low, RANK + choice.heads.dim)?,
+            q: read(dev, &ws.q, choice.heads.q_dim())?,
             index_q: read(dev, &ws.index_q, index.heads * index.dim)?,
             picks,
-            out: read(dev, &ws.out, HEADS.q_dim())?,
+            out: read(dev, &ws.out, choice.heads.q_dim())?,
+            y: read(dev, &left_y, DIM)?,
             launched,
         });
     }
