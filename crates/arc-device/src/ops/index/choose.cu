@@ -87,14 +87,16 @@ __device__ __forceinline__ void usher(const Sent& in, uint32_t active, uint32_t 
 
 }  // namespace
 
-// Grid: a block for every kChooserKeys keys that may be visible, and one more. It begins with the row's own kernel, when everything before the
-// product that makes the queries has ended. Its successor may start when that kernel has left what it has to (latent.cu, "What
-// runs ahead"), and takes the choice as it is sent, or waits for the end.
+// Grid: one block, and one for every kChooserKeys keys that may be visible, which wait for one another. It begins with the row's own
+// kernel, when everything before the product that makes the queries has ended. Its successor may start when that kernel has left
+// what it has to (latent.cu, "What runs ahead"), and takes the choice as it is sent, or waits for the end.
 extern "C" __global__ void __maxnreg__(168) index_choose(LatentArgs a, Sent in, uint32_t* picks, StepView view) {
     __shared__ __align__(16) uint8_t codes[kHeads * kDim];
     __shared__ SharedQueries queries;
     __shared__ uint32_t scores[kFew], ranks[kChooserKeys];
     __shared__ bool faulty;
+    // What the product leaves: LEFT_TO_CHOICE of follow.rs, less what every block takes and the marks.
+    static_assert(sizeof(codes) + sizeof(queries) + sizeof(scores) + sizeof(ranks) + 64 <= 18 << 10);
     __shared__ unsigned kept;
     Marks(kMarkChoose).keep(&kept);
     const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
@@ -104,8 +106,8 @@ extern "C" __global__ void __maxnreg__(168) index_choose(LatentArgs a, Sent in, 
     const uint32_t tiles = (visible + kTile - 1) / kTile, active = (visible + kChooserKeys - 1) / kChooserKeys;
     Marks::mark(&kept, 2);
     const bool nothing = visible <= a.top || visible > in.most;
-    // The last block has no keys.
-    if (blockIdx.x == gridDim.x - 1) {
+    // The first block has no keys.
+    if (blockIdx.x == 0) {
         if (nothing) {
             choose_nothing(in, visible, tag, picks, view);
         } else {
@@ -113,12 +115,13 @@ extern "C" __global__ void __maxnreg__(168) index_choose(LatentArgs a, Sent in, 
         }
         return;
     }
+    const uint32_t block = blockIdx.x - 1;
     pdl_launch();
-    if (nothing || blockIdx.x >= active) return;
+    if (nothing || block >= active) return;
     const uint32_t* blocks = view.blocks + (size_t)info.slot * view.max_blocks;
     auto place = [&](uint32_t w) { return a.keys.place(blocks, min(w, visible - 1)); };
     auto key = [&](uint32_t w) { return a.keys.rows + place(w) * a.keys.row_bytes; };
-    const uint32_t tile = (blockIdx.x * kWarps + warp) / kTileWarps, half = warp % kTileWarps, first = tile * kTile;
+    const uint32_t tile = (block * kWarps + warp) / kTileWarps, half = warp % kTileWarps, first = tile * kTile;
     // The last key may be the one that the row's token completes.
     const bool comes_late = (info.pos + 1) % a.keys.ratio == 0 && tile + 1 == tiles;
     const size_t own = place(first + (lane >> 2));
@@ -179,14 +182,14 @@ extern "C" __global__ void __maxnreg__(168) index_choose(LatentArgs a, Sent in, 
         if (lane < kTile) atomicAdd(&ranks[warp / kTileWarps * kTile + lane], rank);
         __syncthreads();
         if (warp != 0) continue;
-        const uint32_t own_key = blockIdx.x * kChooserKeys + lane;
+        const uint32_t own_key = block * kChooserKeys + lane;
         const uint32_t chosen = __ballot_sync(kFull, own_key < n && ranks[lane] < a.top);
         if (dry) continue;
-        if (lane == 0) send_three(in.chosen + 16 * (blockIdx.x + 1), chosen, 0, faulty, tag);
+        if (lane == 0) send_three(in.chosen + 16 * (block + 1), chosen, 0, faulty, tag);
         Marks::mark(&kept, 6);
         // Who does not take the choice from there finds it in order, behind what is chosen of the blocks before.
-        const uint32_t to = __reduce_add_sync(kFull, await_chosen(in, blockIdx.x, tag)) + __popc(chosen & ((1u << lane) - 1));
-        if (chosen >> lane & 1) picks[to] = to == 0 && faulty ? kIndexFault : own_key;
+        const uint32_t to = __reduce_add_sync(kFull, await_chosen(in, block, tag)) + __popc(chosen & ((1u << lane) - 1));
+        if ((chosen >> lane & 1) && to < a.top) picks[to] = to == 0 && faulty ? kIndexFault : own_key;
     }
     Marks::mark(&kept, 7);
 }

@@ -1,4 +1,4 @@
-// index_choose_many  what index_choose (choose.cu) does, among more keys than one block picks from. Blocks keep their scores. Each
+// index_choose_many  what index_choose (choose.cu) does, among more keys than every block has the scores of. Blocks keep their scores. Each
 //                    tells the others the best of every part of its keys, and all find a score that enough of these reach: nothing
 //                    below it is chosen. Only what reaches it goes to the block that picks, in lists. Exact.
 #include "choose.cuh"

@@ -61,7 +61,7 @@ pub(crate) struct Choice {
     pub came: Came,
     /// Blocks of the last row's own kernel.
     pub rows_blocks: u32,
-    /// Whether its attention takes the choice as it is sent.
+    /// Whether its attention takes the choice as it is sent, where it has tiles.
     pub in_tiles: bool,
 }
 
@@ -94,13 +94,18 @@ impl Choice {
     /// Whether one row's choice among the keys of a context of `tokens` can run beside a product.
     pub(crate) fn fits(&self, layer: &LatentLayer<'_, Cuda>, tokens: usize) -> bool {
         let most = layer.index.map_or(usize::MAX, |(_, keys)| tokens / keys.ratio);
-        straight(layer) && (most <= FEW || self.many(layer, most).is_some())
+        straight(layer) && (self.are_few(most) || self.many(layer, most).is_some())
+    }
+
+    /// Whether `index_choose` can choose among so many keys: its blocks wait for one another, and a multiprocessor has room for one.
+    fn are_few(&self, most: usize) -> bool {
+        most <= FEW && most.div_ceil(CHOOSER_KEYS) < self.processors
     }
 
     /// Whether `index_choose` can do it, and its keys are those of the rows that are chosen.
     pub(crate) fn few(&self, layer: &LatentLayer<'_, Cuda>, tokens: usize) -> bool {
         let alike = |(_, keys): (IndexConfig, Compressor)| {
-            tokens / keys.ratio <= FEW && layer.rows.is_some_and(|rows| rows.ratio == keys.ratio)
+            self.are_few(tokens / keys.ratio) && layer.rows.is_some_and(|rows| rows.ratio == keys.ratio)
         };
         straight(layer) && layer.index.is_some_and(alike)
     }

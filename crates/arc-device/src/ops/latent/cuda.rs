@@ -20,7 +20,9 @@ const SPLIT_ROWS: usize = 80;
 /// Threads of a block of `latent_rows`, and blocks that unpack the list, or all that is chosen among.
 const ROWS_THREADS: u32 = 256;
 const UNPACKERS: u32 = 32;
-const MORE_UNPACKERS: u32 = 64;
+const MORE_UNPACKERS: u32 = 60;
+/// Blocks of `latent_merge` for a group of heads.
+const MERGERS: u32 = 8;
 /// Rows that there is room for as tiles: the kernels' `kTileRows`.
 const TILE_ROWS: usize = 2304;
 /// Blocks of a row in `latent_rows` in any case, and at most where the index query comes beside it and nothing is unpacked: one more
@@ -481,7 +483,8 @@ impl Cuda {
             RowFormat::Fp8 => kernel!("latent_attend_packed"),
             _ => kernel!("latent_attend_f32"),
         };
-        self.latent.attending = n * (groups * rows) as u32;
+        // Those of the kernel right before what comes next.
+        self.latent.attending = if apart != 0 { MERGERS } else { n } * (groups * rows) as u32;
         let grid = Grid {
             blocks: [n, groups as u32, rows as u32],
             threads: if usual { 544 } else { 512 },
@@ -490,7 +493,7 @@ impl Cuda {
         };
         self.launch(attend, grid, &[Arg::of(&args), Arg::of(&view)])?;
         if apart != 0 {
-            let grid = Grid { blocks: [8, groups as u32, rows as u32], threads: 512, shared: 0, cluster: 0 };
+            let grid = Grid { blocks: [MERGERS, groups as u32, rows as u32], threads: 512, shared: 0, cluster: 0 };
             self.launch(kernel!("latent_merge"), grid, &[Arg::of(&args), Arg::of(&view)])?;
         }
         if rows > SHORT_RUN {

@@ -4,7 +4,8 @@
 //                scores and sums by BF16 mma with f32 sums, queries and weights cut into two BF16 terms, or three where
 //                rows are f32 or not 512 wide; rows of the format Fp8 are BF16 numbers as they are. Splits are merged
 //                ascending, by the blocks of a cluster, each a share of the values, or by latent_merge.
-//                Invariant; bounded by the terms (two hold 2^-17 of a score and of a weight).
+//                Invariant; bounded by the terms (two hold 2^-17 of a score and of a weight). latent_attend_tiles is what
+//                one row of a DeepSeek-V4 runs; a warp more brings its rows.
 //
 // What runs ahead. Over few rows, the product that makes the queries lets its successor start after its own wait (`late`). So
 // when a block of latent_rows starts, every kernel before that product has ended: rows, compressors, index queries and row
@@ -33,7 +34,6 @@ static_assert(kWarps == kHeads, "a head a warp");
 constexpr uint32_t kTable = 256;
 // Distances between heads of partial scores (f32) and of weights (BF16).
 constexpr uint32_t kScoreStride = 88, kWeightStride = 88;
-
 
 __device__ __forceinline__ void load_tiles(uint32_t (&r)[4], uint32_t at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -1,4 +1,4 @@
-// Values from block to block of one launch, all of whose blocks are resident.
+// Values from block to block of one launch, all of whose blocks are resident, or of one kernel and the one behind it.
 #pragma once
 
 #include "tiles.cuh"
