@@ -1,4 +1,4 @@
-//! Layers of a dense decoder over one row, in one launch: what their stages leave on the CPU.
+//! Layers of a dense decoder over a few rows, in one launch: what their stages leave on the CPU.
 
 use arc_device::error::Fault;
 use arc_device::format::Format;
@@ -33,7 +33,6 @@ enum Beyond {
     /// The last layer's scale is another.
     Scale,
     Context,
-    Rows,
 }
 
 /// What a case fixes.
@@ -47,8 +46,8 @@ struct Case {
     style: RopeStyle,
     /// Of the third layer's last matrix; the others are of Q4_1.
     format: Format,
-    pos: usize,
-    live: bool,
+    /// The step's rows, by sequence.
+    runs: Vec<Run>,
     scale: f32,
     /// Layers change places.
     swapped: bool,
@@ -56,7 +55,7 @@ struct Case {
 }
 
 impl Case {
-    /// SmolLM2-135M's.
+    /// SmolLM2-135M's, one row.
     fn smollm2(pos: usize, layers: usize, style: RopeStyle) -> Case {
         Case {
             hidden: 576,
@@ -66,8 +65,7 @@ impl Case {
             layers,
             style,
             format: Format::Q4_1,
-            pos,
-            live: true,
+            runs: vec![Run { pos, rows: 1, live: true }],
             scale: 0.125,
             swapped: false,
             beyond: None,
@@ -85,26 +83,30 @@ impl Case {
         AttentionConfig { n_heads, n_kv_heads, head_dim: 64, scale, window: self.is(Beyond::Window).then_some(17) }
     }
 
-    fn rows(&self) -> usize {
-        if self.is(Beyond::Rows) { 2 } else { 1 }
+    /// The same over these rows: position and rows of a sequence, padding where it has none.
+    fn rows(self, runs: &[(usize, usize)]) -> Case {
+        let run = |&(pos, rows): &(usize, usize)| Run { pos, rows: rows.max(1), live: rows > 0 };
+        Case { runs: runs.iter().map(run).collect(), ..self }
     }
 
-    fn run(&self) -> Run {
-        Run { pos: self.pos, rows: self.rows(), live: self.live }
+    fn n_rows(&self) -> usize {
+        self.runs.iter().map(|run| run.rows).sum()
     }
 
     fn key(&self) -> StepKey {
         let ctx = if self.is(Beyond::Context) { CtxClass::Medium } else { CtxClass::Short };
-        StepKey::new(self.rows() as u32, 256, ctx, Part::Forward)
+        StepKey::new(self.n_rows() as u32, 256, ctx, Part::Forward)
     }
 
+    /// Of a sequence.
     fn context(&self) -> usize {
-        (self.pos + 1).next_power_of_two().max(128)
+        let longest = self.runs.iter().map(|run| run.pos + run.rows).max().unwrap_or(0);
+        longest.next_power_of_two().max(128)
     }
 
     fn limits(&self) -> Limits {
-        let (context, rows) = (self.context(), self.rows());
-        Limits { slots: 1, rows, heads: rows, context, blocks: context / BLOCK_TOKENS, ring: 4 }
+        let (context, slots, rows) = (self.context(), self.runs.len(), self.n_rows());
+        Limits { slots, rows, heads: rows, context, blocks: slots * context / BLOCK_TOKENS, ring: 4 }
     }
 }
 
@@ -121,8 +123,25 @@ pub fn cases(suite: &mut Suite) {
     suite.case("layers/smollm2/more than a launch has", |suite| {
         same(suite, &case, &case, |launched| launches("", &["step_begin", KERNEL, KERNEL, "step_count"], launched))
     });
-    let case = Case { live: false, ..Case::smollm2(0, 2, Adjacent) };
+    let case = Case::smollm2(0, 2, Adjacent).rows(&[(0, 0)]);
     suite.case("layers/inert", |suite| one(suite, &case, &case));
+    // Sequences side by side, rows of one sequence, both; more rows than there are clusters. How many launches: as the device has.
+    for (name, runs) in [
+        ("two", &[(40, 1), (300, 1)][..]),
+        ("three, one inert", &[(255, 1), (0, 0), (31, 1)]),
+        ("a sequence's", &[(30, 4)]),
+        ("a sequence's over two splits", &[(254, 6)]),
+        ("of several", &[(0, 2), (700, 1), (1279, 3)]),
+        ("many", &[(5, 1), (100, 1), (0, 9), (400, 1), (600, 1), (1, 1), (800, 3)]),
+    ] {
+        let case = Case::smollm2(0, 3, Adjacent).rows(runs);
+        suite.case(&format!("layers/smollm2/rows/{name}"), |suite| {
+            same(suite, &case, &case, |launched| {
+                let n = launched.iter().filter(|&&kernel| kernel == KERNEL).count().clamp(1, case.n_rows());
+                launches("", &[&["step_begin"][..], &vec![KERNEL; n], &["step_count"]].concat(), launched)
+            })
+        });
+    }
     let case = Case::smollm2(2048, 2, Adjacent);
     suite.case("layers/position 2,048 of a short key", |suite| past_the_key(suite, &case));
     beyond(suite);
@@ -145,10 +164,10 @@ fn beyond(suite: &mut Suite) {
     use Beyond::*;
     // Scores are small, so that a row reads of all keys.
     let plain = Case { scale: 1e-3, ..Case::smollm2(40, 2, RopeStyle::Adjacent) };
-    for what in [Bias, QNorm, KNorm, AttentionPostNorm, FfnPostNorm, Gelu, Eps, Window, Rope, Scale, Context, Rows] {
+    for what in [Bias, QNorm, KNorm, AttentionPostNorm, FfnPostNorm, Gelu, Eps, Window, Rope, Scale, Context] {
         let case = Case { beyond: Some(what), ..plain.clone() };
         suite.case(&format!("layers/by stages/{what:?}"), |suite| by_stages(suite, &case, &case));
-        if what != Context && what != Rows {
+        if what != Context {
             suite.mutant(&format!("layers/by stages/{what:?}"), |suite| by_stages(suite, &plain, &case));
         }
     }
@@ -185,7 +204,7 @@ struct Left {
 /// A device's layers.
 fn run<D: Ops + Alloc + Landing + Readback + Steps>(dev: &mut D, case: &Case) -> Result<Left, String> {
     let text = |error: arc_device::error::DeviceError| error.to_string();
-    let (att, context, rows) = (case.attention(0), case.context(), case.rows());
+    let (att, context, rows) = (case.attention(0), case.context(), case.n_rows());
     let mut rng = Rng(11);
     let (heads, hidden, ffn) = (case.n_heads * 64, case.hidden, case.ffn);
     let matrix = |dev: &mut D, rng: &mut Rng, format: Format, parts: &[usize], cols: usize| {
@@ -217,11 +236,15 @@ fn run<D: Ops + Alloc + Landing + Readback + Steps>(dev: &mut D, case: &Case) ->
         layers.swap(0, 1);
     }
     let rope_table = buf(dev, &rng.values(context * 64, 1.0));
-    let start = if case.live { rng.values(rows * hidden, 1.0) } else { vec![0.0; rows * hidden] };
+    let start = case.runs.iter().flat_map(|run| {
+        let n = run.rows * hidden;
+        if run.live { rng.values(n, 1.0) } else { vec![0.0; n] }
+    });
+    let start: Vec<f32> = start.collect();
     let mut x = buf(dev, &start);
     let mut scratch = [att.qkv_dim(), heads, ffn].map(|n| buf(dev, &vec![f32::NAN; rows * n]));
-    let len = att.kv_elements(context / BLOCK_TOKENS);
-    let staged = delta(&[case.run()], context);
+    let len = att.kv_elements(case.limits().blocks);
+    let staged = delta(&case.runs, context);
     let mut pools = Vec::new();
     for _ in 0..case.layers {
         // What no sequence has written yet must not be seen.
@@ -289,7 +312,7 @@ fn run<D: Ops + Alloc + Landing + Readback + Steps>(dev: &mut D, case: &Case) ->
 }
 
 /// `launched`: what is to be said of the GPU's kernels.
-fn same(suite: &Suite, case: &Case, changed: &Case, launched: fn(&[&str]) -> Verdict) -> Verdict {
+fn same(suite: &Suite, case: &Case, changed: &Case, launched: impl Fn(&[&str]) -> Verdict) -> Verdict {
     let mut pair = suite.pair(case.limits());
     let want = run(&mut pair.cpu, case)?;
     let got = run(&mut pair.gpu, changed)?;

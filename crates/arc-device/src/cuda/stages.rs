@@ -89,7 +89,7 @@ impl Ops for Cuda {
         Self: 'a,
     {
         let layers: Vec<DenseLayer<'a, Self>> = layers.collect();
-        if self.layers_of_row(on.x, &layers, rows)? {
+        if self.layers_of_rows(on.x, &layers, rows)? {
             return Ok(());
         }
         layers.into_iter().try_for_each(|layer| layer.run(self, on, rows))

@@ -205,6 +205,8 @@ pub(crate) struct Workspace {
     held_units: Option<HeldUnits>,
     /// What blocks of one launch tell one another.
     exchange: Option<CudaBuf<u32>>,
+    /// What rows of one launch tell one another of their keys and values.
+    appended: Option<CudaBuf<u32>>,
     /// What the last launch sends to the next kernel.
     pub due: Option<Due>,
     /// What it sends to a site right behind it.
@@ -244,6 +246,7 @@ impl Workspace {
             held: None,
             held_units: None,
             exchange: Some(exchange),
+            appended: Some(dev.take("activations", class, Workspace::appended_words())?),
             due: None,
             sent: None,
             product: Some(dev.take("activations", class, product)?),

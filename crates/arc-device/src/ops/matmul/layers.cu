@@ -1,6 +1,6 @@
-// Layers of a dense decoder over one row, one after the other, in one launch.
+// Layers of a dense decoder over a few rows, one after the other, in one launch: every row has a cluster.
 //
-// A cluster of 16 blocks has a share of every product each, so that what one stage leaves for the next crosses shared memory
+// A cluster's 16 blocks have a share of every product each, so that what one stage leaves for the next crosses shared memory
 // alone: five times a layer blocks send one another values (`st.async`), and a barrier of the receiver counts their bytes.
 // What a block multiplies by lies in its shared memory: a part of its own for each of a layer's four products, which is filled
 // for the next layer as soon as it was read.
@@ -16,6 +16,10 @@
 // every block sends something of the residual and of the units. A block is done when it has what the others sent last: nobody sends to one that
 // has ended. Barriers are waited for as those of a block's own: an acquire of the cluster's would drop all of L1, and what is sent
 // comes with the barrier's count.
+//
+// Rows of one sequence see each other's keys and values: who appends some that another cluster looks for says so in `appended`, and
+// that one asks for a layer's keys when it has seen all of them, rather than ahead. It waits for rows before its own alone, and all
+// clusters of a launch are resident.
 //
 // Weights are Q4_1. Exact: operations and their order are those of gemv.cuh and kv.cu.
 #include "../../sum.cuh"
@@ -50,14 +54,16 @@ static_assert(sizeof(Layer) == 72);
 // `Layers` of layers.rs.
 struct Layers {
     Layer layers[kMostLayers];
-    uint64_t x, rope;
+    // `appended`: of each row and key head, of keys and of values, the step's number and how many of its layers are appended.
+    uint64_t x, rope, appended;
     float eps, scale;
     uint32_t n_layers, adjacent;
+    uint32_t first_row, first_layer;  // of this launch
     // In shared memory: the residual before and after the attention; int8 of a norm, of the heads and of the units; queries,
     // key and value of a key head; angles; sums and weights; parts to merge; weights; keys and values.
     uint32_t x_at, middle_at, codes_at, heads_at, units_at, qkv_at, angles_at, scratch_at, parts_at, weights_at, kv_at;
 };
-static_assert(sizeof(Layers) == 2384);
+static_assert(sizeof(Layers) == 2400);
 
 // Barriers, in front of everything.
 enum Bar : uint32_t {
@@ -180,7 +186,7 @@ struct Decoder {
     const Layers& p;
     const StepView& view;
     uint8_t* smem;
-    uint32_t rank, warp, lane;
+    uint32_t row_idx, rank, warp, lane;
 
     __device__ __forceinline__ uint64_t* bar(uint32_t i) const { return reinterpret_cast<uint64_t*>(smem) + i; }
     __device__ __forceinline__ Own& own(uint32_t of) const { return reinterpret_cast<Own*>(smem + kOwnAt)[of]; }
@@ -258,6 +264,21 @@ struct Decoder {
             const uint8_t* pool = reinterpret_cast<const uint8_t*>(lane < kSplitTiles ? layer.k : layer.v);
             bulk_copy(smem + p.kv_at + lane * kKvTile, pool + ((size_t)block * KV_HEADS + rank % KV_HEADS) * kKvTile, kKvTile, bar(kKvFull));
         }
+    }
+
+    // The word of `appended` of a row.
+    __device__ __forceinline__ uint64_t appended(uint32_t row, uint32_t kv_head, uint32_t values) const {
+        return p.appended + 8 * ((row * KV_HEADS + kv_head) * 2 + values);
+    }
+    // One warp: waits until so many layers of the `rows` rows before this one, up to 16, have keys and values.
+    __device__ __forceinline__ void await_keys(uint32_t rows, uint32_t layers) const {
+        const uint64_t wanted = (uint64_t)view.progress->begun << 32 | layers, at = appended(row_idx - 1 - lane / 2, rank % KV_HEADS, lane % 2);
+        uint64_t seen = wanted;
+        do {
+            if (lane < 2 * rows) asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(at) : "memory");
+        } while (!__all_sync(~0u, seen >> 32 == wanted >> 32 && seen >= wanted));
+        __syncwarp();
+        asm volatile("fence.proxy.async.global;" ::: "memory");
     }
 
     // Int8 of the residual behind its norm, four values a lane.
@@ -394,8 +415,8 @@ struct Decoder {
         }
     }
 
-    // A head by a warp, two values a lane: turned, appended, and sent to the blocks that attend.
-    __device__ __forceinline__ void leave_head(const Layer& layer, const RowInfo& info, uint32_t block, uint32_t splits) const {
+    // A head by a warp, two values a lane: turned, appended, and sent to the blocks that attend. `layers`: so many are appended then.
+    __device__ __forceinline__ void leave_head(const Layer& layer, const RowInfo& info, uint32_t block, uint32_t splits, uint32_t layers) const {
         const Own mine = own(kHeads);
         constexpr Cut cut = kHidden;
         const uint32_t wide = 2u << cut.log_c;
@@ -428,6 +449,13 @@ struct Decoder {
         uint16_t* to = reinterpret_cast<uint16_t*>(head < values ? layer.k : layer.v) + tile;
         const uint32_t step = head < values ? kBlockTokens : 1, at = head < values ? place_in_block : place_in_block * kHeadDim;
         to[i * step + at] = stored[0], to[j * step + at] = stored[1];
+        if (info.ahead == 0) return;
+        __syncwarp();
+        if (lane == 0) {
+            asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(appended(row_idx, kv_head, head >= values)),
+                         "l"((uint64_t)view.progress->begun << 32 | layers)
+                         : "memory");
+        }
     }
 
     // Attention of a split to the heads that share a key head. `parity`, `sent`: of the waits for keys and for queries.
@@ -620,9 +648,9 @@ struct Decoder {
         cluster_wait();
         pdl_wait();
         Marks::mark(kept(), 2);
-        float* out = reinterpret_cast<float*>(p.x);
+        float* out = reinterpret_cast<float*>(p.x) + row_idx * kHidden.cols;
         if (4 * threadIdx.x < kHidden.cols) copy16(floats(p.x_at) + 4 * threadIdx.x, out + 4 * threadIdx.x);
-        const RowInfo info = view.infos[0];
+        const RowInfo info = view.infos[row_idx];
         const uint32_t splits = info.pos / kSplitKeys + 1, kv_tiles = info.pos / kBlockTokens + 1;
         if (!info.live || splits > kMostSplits) {
             if (info.live && rank == 0 && threadIdx.x == 0) report_fault(view, kFaultContextClass);
@@ -640,7 +668,9 @@ struct Decoder {
         const bool attends = head_place() < min(kPerHead, splits);
         const bool asks_keys = attends && warp == kAsksKeys;
         const uint32_t kv_block = asks_keys ? block_of(blocks, head_place(), kv_tiles) : 0;
-        if (asks_keys) ask_keys(p.layers[0], head_place(), kv_tiles, kv_block);
+        // Rows of its sequence whose keys and values come in this launch.
+        const uint32_t behind = min(info.back, row_idx - p.first_row);
+        if (asks_keys && behind == 0) ask_keys(p.layers[0], head_place(), kv_tiles, kv_block);
         if (asks) count(splits);
         copies_landed();
         __syncthreads();
@@ -690,7 +720,11 @@ struct Decoder {
                 // What was read makes room for the next layer's.
                 if (asks && !last) ask(p.layers[l + 1], of);
                 if (of == kHeads) {
-                    leave_head(layer, info, block, splits);
+                    leave_head(layer, info, block, splits, p.first_layer + l + 1);
+                    if (asks_keys && behind > 0) {
+                        await_keys(behind, p.first_layer + l + 1);
+                        ask_keys(layer, head_place(), kv_tiles, kv_block);
+                    }
                     if (noted) Marks::mark(kept(), 4);
                     if (attends) {
 #pragma unroll 1
@@ -705,7 +739,7 @@ struct Decoder {
                     }
                     if (splits > 1) merge(splits, parity);
                 } else if (of == kOut) {
-                    if (asks_keys && !last) ask_keys(p.layers[l + 1], head_place(), kv_tiles, kv_block);
+                    if (asks_keys && behind == 0 && !last) ask_keys(p.layers[l + 1], head_place(), kv_tiles, kv_block);
                     add_rows(kHeadsCut, mine, p.x_at, p.middle_at, kSentMiddle, nullptr);
                 } else if (of == kUnits) {
                     if (warp < mine.groups >> (kHidden.log_c + 1)) {
@@ -731,7 +765,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     uint32_t base = shared_at(smem);
     asm volatile("" : "+r"(base));
     uint8_t* here = static_cast<uint8_t*>(__cvta_shared_to_generic(base));
-    Decoder<576, 9, 3, 1536>{p, view, here, cluster_rank(), __shfl_sync(~0u, threadIdx.x >> 5, 0), threadIdx.x & 31}.run();
+    const uint32_t row = p.first_row + blockIdx.x / kBlocks, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+    Decoder<576, 9, 3, 1536>{p, view, here, row, cluster_rank(), warp, threadIdx.x & 31}.run();
 }
 
 }  // namespace arc

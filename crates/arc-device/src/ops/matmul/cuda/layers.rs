@@ -1,5 +1,6 @@
-//! Layers of a dense decoder over one row in one launch: the Rust side of layers.cu.
+//! Layers of a dense decoder over a few rows in one launch: the Rust side of layers.cu.
 
+use super::Workspace;
 use super::matrix::CudaMatrix;
 use super::plan::{Cut, MAX_SHARED, Places};
 use crate::cuda::{Arg, Cuda, CudaBuf, Grid, Kernel, kernel};
@@ -25,6 +26,9 @@ const MOST_SPLITS: usize = 8;
 const HEAD_BYTES: u32 = 1152;
 /// Values that a part of 32 values of a head takes.
 const PART: usize = 36;
+/// Launches in which rows go faster than by their stages, and rows of all of them.
+const MOST_LAUNCHES: usize = 5;
+const MOST_ROWS: usize = 8 * MOST_LAUNCHES;
 
 /// `Layer` of layers.cu.
 #[repr(C)]
@@ -49,10 +53,13 @@ struct Layers {
     layers: [Layer; MOST_LAYERS],
     x: u64,
     rope: u64,
+    appended: u64,
     eps: f32,
     scale: f32,
     n_layers: u32,
     adjacent: u32,
+    first_row: u32,
+    first_layer: u32,
     x_at: u32,
     middle_at: u32,
     codes_at: u32,
@@ -65,7 +72,7 @@ struct Layers {
     weights_at: u32,
     kv_at: u32,
 }
-const _: () = assert!(size_of::<Layers>() == 2384);
+const _: () = assert!(size_of::<Layers>() == 2400);
 
 /// A shape that there is a kernel for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -143,10 +150,13 @@ impl Shape {
             layers: [Layer::default(); MOST_LAYERS],
             x: 0,
             rope: 0,
+            appended: 0,
             eps: 0.0,
             scale: 0.0,
             n_layers: 0,
             adjacent: 0,
+            first_row: 0,
+            first_layer: 0,
             x_at,
             middle_at,
             codes_at,
@@ -195,8 +205,8 @@ impl Common {
 }
 
 impl Cuda {
-    /// Layers of one row in one launch, or a few. `false`: nothing was done.
-    pub(crate) fn layers_of_row(
+    /// Layers of a few rows in one launch, or a few. `false`: nothing was done.
+    pub(crate) fn layers_of_rows(
         &mut self,
         x: &CudaBuf<f32>,
         layers: &[DenseLayer<'_, Cuda>],
@@ -204,7 +214,7 @@ impl Cuda {
     ) -> Result<bool> {
         // The kernel has room for the parts of a short context.
         const { assert!(MOST_SPLITS * SPLIT_KEYS == 2048 && SPLIT_KEYS == 8 * BLOCK_TOKENS) };
-        if rows != 1 || self.ctx != CtxClass::Short {
+        if rows > MOST_ROWS || self.ctx != CtxClass::Short {
             return Ok(false);
         }
         let Some(common) = layers.first().and_then(Common::of) else { return Ok(false) };
@@ -213,15 +223,18 @@ impl Cuda {
         }
         let Some((_, kernel)) = SHAPES.iter().find(|(shape, _)| *shape == common.shape) else { return Ok(false) };
         let Some((places, shared)) = common.shape.places() else { return Ok(false) };
-        let grid = Grid::new(BLOCKS as u32, THREADS).shared(shared).cluster(BLOCKS as u32);
-        if self.resident_clusters(*kernel, grid)? == 0 {
+        let grid = |rows: usize| Grid::new((rows * BLOCKS) as u32, THREADS).shared(shared).cluster(BLOCKS as u32);
+        // Rows of a launch may wait for each other.
+        let at_once = self.resident_clusters(*kernel, grid(1))? as usize;
+        if rows > MOST_LAUNCHES * at_once {
             return Ok(false);
         }
-        // What is known of the row is of before.
-        self.matmul.leave(x.ptr(), common.shape.hidden, 1, false, None);
+        // What is known of the rows is of before.
+        self.matmul.leave(x.ptr(), common.shape.hidden, rows, false, None);
         let Common { eps, scale, rope, .. } = common;
         let adjacent = u32::from(common.style == RopeStyle::Adjacent);
-        let mut args = Layers { x: x.ptr(), rope, eps, scale, adjacent, ..places };
+        let appended = self.matmul.appended();
+        let mut args = Layers { x: x.ptr(), rope, appended, eps, scale, adjacent, ..places };
         for some in layers.chunks(MOST_LAYERS) {
             for (to, layer) in args.layers.iter_mut().zip(some) {
                 let norm = |norm: &Norm<'_, Cuda>| norm.weight.ptr();
@@ -241,10 +254,27 @@ impl Cuda {
                 self.count_read(layer.heads.attention.read());
             }
             args.n_layers = some.len() as u32;
-            let view = self.view();
-            self.launch(*kernel, grid, &[Arg::of(&args), Arg::from(&view)])?;
+            for first in (0..rows).step_by(at_once) {
+                args.first_row = first as u32;
+                let view = self.view();
+                self.launch(*kernel, grid(at_once.min(rows - first)), &[Arg::of(&args), Arg::from(&view)])?;
+            }
+            args.first_layer += args.n_layers;
         }
         Ok(true)
+    }
+}
+
+impl Workspace {
+    /// Where rows of a launch say what they have appended.
+    fn appended(&self) -> u64 {
+        self.appended.as_ref().expect("`finish` made it").ptr()
+    }
+
+    /// Words in which rows of a launch say what they have appended: of a row and key head two for keys and two for values.
+    pub(super) fn appended_words() -> usize {
+        let key_heads = SHAPES.iter().map(|(shape, _)| shape.n_kv_heads).max().unwrap_or(0);
+        MOST_ROWS * key_heads * 4
     }
 }
 
