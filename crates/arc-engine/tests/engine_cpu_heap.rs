@@ -68,7 +68,8 @@ fn a_decode_step_on_the_cpu_allocates_nothing() {
         let plain = from_token_to_token(model, None);
         assert_eq!(plain.iter().sum::<u64>(), 0, "{model}: {plain:?}");
     }
-    // The count can fail: alternatives are lists, of four sequences a step, though steps that land together may make theirs together.
+    // The count can fail: alternatives are lists, one of each of the four sequences a step, though now and then fewer lie between two
+    // tokens of the first.
     let lists = from_token_to_token("tiny/llama/model.gguf", Some(2));
     assert!(lists.iter().sum::<u64>() >= 4 * (lists.len() as u64 - 8), "{lists:?}");
 }

@@ -334,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(1024) step_commit(StepView v, const
         to.start_ns = now.start_ns, to.sample_ns = now.sample_ns, to.commit_ns = now_ns();
         v.progress->step = step;
     } else if (threadIdx.x / 32 == 1) {
-        // Nobody waits for this warp.
+        // Beside the first.
         const uint64_t read = read_by_warp(reads, v.infos, rows);
         if (threadIdx.x == 32) v.ring_clocks[entry].kv_bytes = v.progress->now.kv_bytes + read;
     }

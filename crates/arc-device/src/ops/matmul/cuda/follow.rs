@@ -385,7 +385,7 @@ impl Cuda {
 
     /// `out = w * x` of one row, where `x` is the outputs of the product held back, which was by parts with `from`: in one
     /// launch with it. `heads`: where its inputs are sent, and the address of their number; `None`: they are there when everything
-    /// before has ended. `taken`: multiprocessors that the kernel before has to its end. `false`: nothing was done.
+    /// before has ended. `attending`: multiprocessors that the kernel before has to its end. `false`: nothing was done.
     pub(crate) fn follow(
         &mut self,
         from: &CudaMatrix,
@@ -393,7 +393,7 @@ impl Cuda {
         w: &CudaMatrix,
         out: &CudaBuf<f32>,
         heads: Option<(u64, u64)>,
-        taken: u32,
+        attending: u32,
     ) -> Result<bool> {
         let Some(held) = self.matmul.held.clone() else { return Ok(false) };
         let product = &held.product;
@@ -410,7 +410,7 @@ impl Cuda {
             return Ok(false);
         }
         // Blocks are placed in order: the last ones wait for multiprocessors.
-        let late = blocks.saturating_sub(processors.saturating_sub(taken));
+        let late = blocks.saturating_sub(processors.saturating_sub(attending));
         let shares = Shares::new(&first, &second, blocks, if late < blocks { late } else { 0 });
         let most = [0, 1].map(|product| shares.most(product, blocks));
         (first.out, second.out) = (product.out, out.ptr());
