@@ -14,10 +14,23 @@ __device__ __forceinline__ uint32_t cluster_rank() {
     return rank;
 }
 
-// The two halves of a barrier of all threads of the cluster. Relaxed: for those who have written nothing that others read.
+// Blocks of the cluster.
+__device__ __forceinline__ uint32_t cluster_size() {
+    uint32_t n;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+    return n;
+}
+
+// The two halves of a barrier of all threads of the cluster. Relaxed: for those who have written nothing that others read. Blocks
+// begin together, but not at once: a block that writes to another has passed such a barrier, and so knows that the other is there.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Orders shared memory of the whole cluster.
+__device__ __forceinline__ void cluster_sync() {
+    cluster_arrive();
+    cluster_wait();
+}
 
 // An address of this block's shared memory as that of the same place in another block of the cluster.
 __device__ __forceinline__ uint32_t in_block(uint32_t at, uint32_t block) {

@@ -134,10 +134,6 @@ constexpr uint32_t kPickThreads = 1024;
 // Blocks of a cluster, at most.
 constexpr uint32_t kPickBlocks = 8;
 
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // A word in the shared memory of another block of the cluster, at the place that `own` has in this one's.
 __device__ __forceinline__ uint32_t remote(const uint32_t* own, uint32_t block) {
     uint32_t x;

@@ -404,15 +404,13 @@ __device__ void attend_row(float* out, const float* qkv, const uint16_t* k, cons
     if (gridDim.x > 1 && splits > 1) {
         if (clustered) {
             // The first block merges; the others stay until it has read theirs.
-            cluster_arrive();
-            cluster_wait();
+            cluster_sync();
             if (blockIdx.x == 0) {
                 merge_parts<D>(total, softmax, heads, head_dim, splits, h, d, [&](uint32_t s, uint32_t head, uint32_t at) {
                     return remote(own_part + head * part_len(head_dim) + at, s);
                 });
             }
-            cluster_arrive();
-            cluster_wait();
+            cluster_sync();
             if (blockIdx.x != 0) return;
         } else {
             // The last of the row's blocks merges.

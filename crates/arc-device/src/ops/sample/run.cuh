@@ -1,6 +1,7 @@
 // What the blocks of the sampler's cluster have of a row, and how they meet and add up; sample.cuh has the steps.
 #pragma once
 
+#include "../../cluster.cuh"
 #include "../../math.cuh"
 #include "../../rng.cuh"
 #include "../../step.cuh"
@@ -174,23 +175,6 @@ static_assert(sizeof(Shared) <= kBinsAt);
 // The run has room for a list's masses.
 constexpr u32 kRunMin = kListMax * 2;
 extern __shared__ __align__(16) unsigned char shared_bytes[];
-
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 r;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-    return r;
-}
-
-__device__ __forceinline__ u32 cluster_size() {
-    u32 n;
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
-    return n;
-}
-
-// Orders shared memory of the whole cluster, and is a barrier of all its threads.
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 
 // The same variable in another block's shared memory; the rank has to be one of the cluster's.
 template <typename T>

@@ -16,6 +16,9 @@ namespace {
 template <bool MUTABLE>
 __device__ __forceinline__ void sample_row(const StepView& v, const float* logits, uint32_t run, uint32_t stamp, uint32_t mutant) {
     pdl_launch();
+    // Blocks write to one another.
+    cluster_arrive_relaxed();
+    cluster_wait();
     pdl_wait();
     if (stamp && blockIdx.x == 0 && threadIdx.x == 0) v.progress->now.sample_ns = now_ns();
     const uint32_t h = blockIdx.x / cluster_size();
