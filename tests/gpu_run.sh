@@ -9,6 +9,7 @@ mkdir -p results
 fail=0
 row() { printf '%-40s %s\n' "$1" "$2" | tee -a results/table.txt; }
 : >results/table.txt
+: >results/commands.txt
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | tee results/gpu.txt
 
@@ -34,6 +35,7 @@ row "times of kernels" "$(tail -1 results/perf.txt)"
 bench() {
     local name=$1
     shift
+    echo "$name: arc bench --device cuda --json $*" >>results/commands.txt
     if ! bin/arc bench --device cuda --json "$@" >"results/$name.json" 2>"results/$name.log"; then
         row "$name" "failed: $(tail -1 "results/$name.log")"
         fail=1
@@ -55,9 +57,10 @@ print(", ".join(told))' \
 
 for model in models/*.gguf; do
     [ -e "$model" ] || continue
-    for batch in 1 8 64 256; do
+    for batch in 1 2 4 8 64 256; do
         name="$(basename "$model" .gguf)-b$batch"
         bench "$name" "$model" --batch $batch --pp 128 --tg 256 --reps 3
+        case $batch in 2 | 4) continue ;; esac
         bench "$name-host" "$model" --batch $batch --pp 128 --tg 256 --reps 3 --sample-on host
         bench "$name-eager" "$model" --batch $batch --pp 128 --tg 256 --reps 3 --capture off
         bench "$name-step" "$model" --batch $batch --pp 128 --tg 256 --reps 3 --device-loop off
