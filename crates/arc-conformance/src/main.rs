@@ -1,10 +1,10 @@
 //! `arc-conformance`: every family's and stage's cases on the CPU and on a GPU, compared.
 //!
 //! ```text
-//! arc-conformance [--require-gpu] [--perf] [--list] [--device N] [--model PATH]... [--skip TEXT]... [FILTER...]
+//! arc-conformance [--require-gpu] [--perf] [--list] [--repeat N] [--device N] [--model PATH]... [--skip TEXT]... [FILTER...]
 //! ```
 //!
-//! Cases run whose names contain a FILTER, if there is one, and no TEXT.
+//! Cases run whose names contain a FILTER, if there is one, and no TEXT; each N times.
 //!
 //! Exact families compare bits, bounded ones report the largest error and where it is. `--model` adds
 //! whole models: greedy texts, invariance, what a decode step costs. `--perf` measures instead, `--list` names cases. Without
@@ -38,10 +38,10 @@ use std::process::ExitCode;
 
 use suite::Suite;
 
-const USAGE: &str = "usage: arc-conformance [--require-gpu] [--perf] [--list] [--device N] [--model PATH]... [--skip TEXT]... [FILTER...]";
+const USAGE: &str = "usage: arc-conformance [--require-gpu] [--perf] [--list] [--repeat N] [--device N] [--model PATH]... [--skip TEXT]... [FILTER...]";
 
 fn main() -> ExitCode {
-    let (mut require, mut perf, mut list, mut ordinal) = (false, false, false, 0);
+    let (mut require, mut perf, mut list, mut ordinal, mut repeat) = (false, false, false, 0, 1);
     let (mut filters, mut skips, mut models) = (Vec::new(), Vec::new(), Vec::new());
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
@@ -52,6 +52,10 @@ fn main() -> ExitCode {
             "--device" => match args.next().and_then(|n| n.parse().ok()) {
                 Some(n) => ordinal = n,
                 None => return usage("--device takes a number"),
+            },
+            "--repeat" => match args.next().and_then(|n| n.parse().ok()) {
+                Some(n) => repeat = n,
+                None => return usage("--repeat takes a number"),
             },
             "--child" => return faults::child(&args.collect::<Vec<_>>()),
             "--model" => match args.next() {
@@ -66,7 +70,7 @@ fn main() -> ExitCode {
             _ => filters.push(arg),
         }
     }
-    let mut suite = Suite::new(ordinal, perf, filters, skips);
+    let mut suite = Suite::new(ordinal, perf, filters, skips).repeat(repeat);
     if list {
         suite = suite.list();
     } else if let Err(why) = suite.look() {

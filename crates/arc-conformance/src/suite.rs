@@ -21,6 +21,8 @@ pub struct Suite {
     perf: bool,
     /// Cases are named and not run.
     list: bool,
+    /// How often a case runs.
+    repeat: usize,
     filters: Vec<String>,
     skips: Vec<String>,
     passed: usize,
@@ -38,12 +40,17 @@ pub struct Pair {
 impl Suite {
     /// A suite of the cases whose names contain one of `filters`, or of all, but for those that contain one of `skips`.
     pub fn new(ordinal: usize, perf: bool, filters: Vec<String>, skips: Vec<String>) -> Suite {
-        Suite { ordinal, open: None, perf, list: false, filters, skips, passed: 0, failed: Vec::new() }
+        Suite { ordinal, open: None, perf, list: false, repeat: 1, filters, skips, passed: 0, failed: Vec::new() }
     }
 
     /// The same, which only names its cases.
     pub fn list(self) -> Suite {
         Suite { list: true, ..self }
+    }
+
+    /// The same, which runs each case so often: what depends on who comes first may go well once.
+    pub fn repeat(self, times: usize) -> Suite {
+        Suite { repeat: times, ..self }
     }
 
     /// Opens the GPU and says which it is, or why it cannot.
@@ -88,37 +95,50 @@ impl Suite {
     }
 
     /// Runs a case; a panic fails it. Skipped where figures are wanted.
-    pub fn case(&mut self, name: &str, run: impl FnOnce(&Suite) -> Verdict) {
+    pub fn case(&mut self, name: &str, run: impl Fn(&Suite) -> Verdict) {
         if !self.perf && self.wanted(name) {
             self.run(name, run);
         }
     }
 
     /// Measures, where figures are wanted.
-    pub fn measure(&mut self, name: &str, run: impl FnOnce(&Suite) -> Verdict) {
+    pub fn measure(&mut self, name: &str, run: impl Fn(&Suite) -> Verdict) {
         if self.perf && self.wanted(name) {
             self.run(name, run);
         }
     }
 
     /// A deliberately wrong variant: the case passes where `run` finds it wrong.
-    pub fn mutant(&mut self, name: &str, run: impl FnOnce(&Suite) -> Verdict) {
+    pub fn mutant(&mut self, name: &str, run: impl Fn(&Suite) -> Verdict) {
         self.case(&format!("{name} (mutant)"), |suite| match run(suite) {
             Ok(_) => Err("the mutant was not noticed".to_owned()),
             Err(why) => Ok(format!("caught: {why}")),
         });
     }
 
-    fn run(&mut self, name: &str, run: impl FnOnce(&Suite) -> Verdict) {
+    fn run(&mut self, name: &str, run: impl Fn(&Suite) -> Verdict) {
         if self.list {
             println!("{name}");
             return;
         }
         let started = Instant::now();
-        let verdict = catch_unwind(AssertUnwindSafe(|| run(self))).unwrap_or_else(|panic| {
-            let text = panic.downcast_ref::<String>().cloned();
-            Err(text.or_else(|| panic.downcast_ref::<&str>().map(|&s| s.to_owned())).unwrap_or("panicked".to_owned()))
-        });
+        let once = || {
+            catch_unwind(AssertUnwindSafe(|| run(self))).unwrap_or_else(|panic| {
+                let text = panic.downcast_ref::<String>().cloned();
+                let text = text.or_else(|| panic.downcast_ref::<&str>().map(|&s| s.to_owned()));
+                Err(text.unwrap_or("panicked".to_owned()))
+            })
+        };
+        let mut verdict = once();
+        let mut wrong = usize::from(verdict.is_err());
+        for _ in 1..self.repeat {
+            let again = once();
+            wrong += usize::from(again.is_err());
+            verdict = verdict.and(again);
+        }
+        if self.repeat > 1 {
+            verdict = verdict.map_err(|why| format!("{wrong} times of {}: {why}", self.repeat));
+        }
         let ms = started.elapsed().as_millis();
         match verdict {
             Ok(remark) => {
