@@ -332,7 +332,6 @@ extern "C" __global__ void __launch_bounds__(1024) step_commit(StepView v, const
         const Clocks& now = v.progress->now;
         Clocks& to = v.ring_clocks[entry];
         to.start_ns = now.start_ns, to.sample_ns = now.sample_ns, to.commit_ns = now_ns();
-        v.progress->step = step;
     } else if (threadIdx.x / 32 == 1) {
         // Beside the first.
         const uint64_t read = read_by_warp(reads, v.infos, rows);
@@ -340,7 +339,10 @@ extern "C" __global__ void __launch_bounds__(1024) step_commit(StepView v, const
     }
     __threadfence_system();
     __syncthreads();
-    if (threadIdx.x == 0) asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(v.head), "l"(step) : "memory");
+    if (threadIdx.x != 0) return;
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(v.head), "l"(step) : "memory");
+    // Everybody has read the number of the step before.
+    v.progress->step = step;
 }
 
 // Makes the table of draft rows, `draft` being the view of it: one for each row that wants drafts, at the last row of its
