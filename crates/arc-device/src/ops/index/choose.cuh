@@ -112,8 +112,7 @@ __device__ __forceinline__ void score_eight(const Fragments& f, const SharedQuer
     for (uint32_t b = 0; b < kBlocks; ++b) used |= (keys.raw[b] & 0x77777777u) != 0 ? 1u << b : 0;
     used |= __shfl_xor_sync(kFull, used, 1), used |= __shfl_xor_sync(kFull, used, 2);
     const Scales s = scales_of(keys.bytes, ~used & 15);
-    const bool plain = q.span + s.most - s.least <= kMostSpan && q.least + s.least >= 254 - 110 && q.highest + s.most <= 254 + 100 &&
-                       s.most != kPoison && q.highest != kPoison;
+    const bool plain = any_order(q, s);
     float sum[kTiles][2][2];
     // Of heads lane / 4 and lane / 4 + 8 of a tile with keys 2 (lane % 4) and the next.
     if (__all_sync(kFull, q.span <= kNarrow && s.most - s.least <= kNarrow)) {

@@ -65,6 +65,13 @@ __device__ __forceinline__ Scales scales_of(uint32_t bytes, uint32_t zeros) {
     return s;
 }
 
+// Whether all orders give the same bits of dots of a row's queries with a key, of which these are the scales.
+template <typename Queries>
+__device__ __forceinline__ bool any_order(const Queries& q, const Scales& key) {
+    return q.span + key.most - key.least <= kMostSpan && q.least + key.least >= 254 - 110 && q.highest + key.most <= 254 + 100 &&
+           key.most != kPoison && q.highest != kPoison;
+}
+
 // Half a scale, as the doubled integers want it.
 __device__ __forceinline__ float half_scale(uint32_t bytes, uint32_t b) { return __uint_as_float(((bytes >> 8 * b & 0xff) - 1) << 23); }
 
@@ -237,8 +244,7 @@ __device__ __forceinline__ void score_tile(const Queries& q, const Keys& keys, c
         zeros |= (uint32_t)((used >> (lane & 28) & 15) == 0) << b;
     }
     const Scales s = scales_of(keys.bytes, zeros);
-    const bool plain = limits.exact && limits.span + s.most - s.least <= kMostSpan && limits.least + s.least >= 254 - 110 &&
-                       limits.highest + s.most <= 254 + 100 && s.most != kPoison && limits.highest != kPoison;
+    const bool plain = limits.exact && any_order(limits, s);
     float sum[kTiles][2][2];
     dots_by_block(sum, q.x, keys, s.bytes, [&](uint32_t m, uint32_t half, uint32_t b) { return q.scale[m][half][b]; });
     next();
