@@ -19,6 +19,8 @@ use crate::inputs::Rng;
 use crate::suite::{Suite, Verdict, limits, stage_key};
 
 pub(crate) const VOCAB: usize = 64;
+/// The expert that a crowded case's table always has first.
+const CROWDED: usize = 5;
 
 /// Which scores meet.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -117,7 +119,7 @@ impl Case {
         let (experts, chosen) = (self.cfg.router.experts, self.cfg.router.chosen);
         let mut rng = Rng(9);
         let mut any = |i: usize| rng.below(if i.is_multiple_of(4) { 2 } else { experts }) as u32;
-        (0..VOCAB * chosen).map(|i| if self.crowded && i % chosen == 0 { 5 } else { any(i) }).collect()
+        (0..VOCAB * chosen).map(|i| if self.crowded && i % chosen == 0 { CROWDED as u32 } else { any(i) }).collect()
     }
 }
 
@@ -273,7 +275,13 @@ fn shape(case: &Case) -> ModelShape {
 }
 
 fn run<D: Steps + Alloc + Readback + Landing>(dev: &mut D, case: &Case) -> DeviceResult<Left> {
+    run_with(dev, case, &case.h())
+}
+
+/// Of other inputs than the case's.
+fn run_with<D: Steps + Alloc + Readback + Landing>(dev: &mut D, case: &Case, h: &[f32]) -> DeviceResult<Left> {
     let mut bench = Bench::new(dev, case)?;
+    dev.write(&mut bench.h, h)?;
     dev.stage(&table(case.rows))?;
     let (rows, cfg) = (case.rows, &case.cfg);
     let (chosen, n) = (cfg.router.chosen, rows * cfg.router.chosen);
@@ -360,8 +368,9 @@ pub fn cases(suite: &mut Suite) {
     }
     // One expert has all rows, and nobody else any, or others some.
     for (ffn, chosen, rows) in [(1024, 1, 40), (1024, 1, 300), (1024, 6, 300), (256, 6, 300), (256, 6, 8)] {
-        let case = Case::new(1024, ffn, 32, chosen, rows);
-        cases.push(Case { hashed: true, crowded: true, ..case });
+        let case = Case { hashed: true, crowded: true, ..Case::new(1024, ffn, 32, chosen, rows) };
+        suite.mutant(&format!("moe/another last row/{}", case.name()), |suite| last_row(suite, &case));
+        cases.push(case);
     }
     cases.push(Case { hashed: true, ..Case::new(1024, 1024, 32, 6, 40) });
     cases.push(Case { scores: Scores::Faulty, ..Case::new(1024, 1024, 64, 6, 40) });
@@ -495,6 +504,30 @@ fn apart(launched: &[&str]) -> Verdict {
     all(["arc_matmul_experts_row", "arc_hc_site_sent"].map(|name| launches(name, &[], launched)))
 }
 
+/// The units of the expert that has all rows, of which the last one has other inputs on the CPU.
+fn last_row(suite: &Suite, case: &Case) -> Verdict {
+    let (hidden, ffn, mut h) = (case.cfg.hidden, case.cfg.ffn, case.h());
+    let rows = table(case.rows).rows.unwrap_or_default();
+    let live = |row: &Row| row.flags & row_flags::PADDING == 0;
+    let last = rows.iter().rposition(live).expect("a row is live");
+    h[last * hidden..(last + 1) * hidden].iter_mut().for_each(|x| *x = -*x);
+    let mut pair = suite.pair(limits(case.rows, 32));
+    let want = run_with(&mut pair.cpu, case, &h).map_err(|error| error.to_string())?;
+    let got = run(&mut pair.gpu, case).map_err(|error| error.to_string())?;
+    // Assignments of the expert are in the order of rows; a table may have it twice in a row.
+    let [begin, end] = [CROWDED, CROWDED + 1].map(|expert| got.bounds[expert] as usize);
+    let rows_of: Vec<usize> = got.order[begin..end].iter().map(|&i| i as usize / case.cfg.router.chosen).collect();
+    if rows_of.len() < rows.iter().filter(|row| live(row)).count() {
+        return Ok(format!("{} rows of the expert", rows_of.len()));
+    }
+    let others = begin + rows_of.iter().take_while(|&&row| row != last).count();
+    // Not what the mutant is about.
+    if let Err(why) = equal_or_nan(&want.mid[begin * ffn..others * ffn], &got.mid[begin * ffn..others * ffn]) {
+        return Ok(format!("another row: {why}"));
+    }
+    equal_or_nan(&want.mid[others * ffn..end * ffn], &got.mid[others * ffn..end * ffn])
+}
+
 /// A choice that takes the higher of two ids where their scores are equal.
 fn higher_id(suite: &Suite, case: &Case) -> Verdict {
     let [mut want, got] = both(suite, case)?;
@@ -522,7 +555,7 @@ fn invariant(suite: &Suite) -> Verdict {
     for rows in [1, 2, 8, 9, 33, 200] {
         let case = Case { rows, ..one.clone() };
         let mut gpu = suite.gpu(limits(rows, 32)).map_err(|error| error.to_string())?;
-        let first = run_with(&mut gpu, &case, &one.h()).map_err(|error| error.to_string())?;
+        let first = first_row(&mut gpu, &case, &one.h()).map_err(|error| error.to_string())?;
         let want = wanted.get_or_insert(first.clone());
         compare(want, &first).map_err(|why| format!("{rows} rows: {why}"))?;
     }
@@ -530,24 +563,17 @@ fn invariant(suite: &Suite) -> Verdict {
 }
 
 /// Row 0 of a step whose first row is `h`.
-fn run_with<D: Steps + Alloc + Readback + Landing>(dev: &mut D, case: &Case, h: &[f32]) -> DeviceResult<Left> {
-    let mut bench = Bench::new(dev, case)?;
+fn first_row<D: Steps + Alloc + Readback + Landing>(dev: &mut D, case: &Case, h: &[f32]) -> DeviceResult<Left> {
     let mut all = case.h();
     all[..h.len()].copy_from_slice(h);
-    dev.write(&mut bench.h, &all)?;
-    dev.stage(&table(case.rows))?;
-    let (rows, cfg) = (case.rows, &case.cfg);
-    dev.step(stage_key(rows), &mut |dev| {
-        let Bench { weights, work, h, out } = &mut bench;
-        dev.ffn_in(work, h, weights, cfg, rows)?;
-        dev.experts_up(work, h, weights, cfg, rows)?;
-        dev.experts_down(out, work, weights, cfg, rows)
-    })?;
+    let of = |values: Vec<f32>, len: usize| values[..len].to_vec();
+    let ExpertConfig { router, hidden, ffn, .. } = case.cfg;
+    let Left { ids, weights, shared, out, .. } = run_with(dev, case, &all)?;
     Ok(Left {
-        ids: read(dev, &bench.work.ids, cfg.router.chosen)?,
-        weights: read(dev, &bench.work.weights, cfg.router.chosen)?,
-        shared: read(dev, &bench.work.shared, cfg.ffn)?,
-        out: read(dev, &bench.out, cfg.hidden)?,
+        ids: ids[..router.chosen].to_vec(),
+        weights: of(weights, router.chosen),
+        shared: of(shared, ffn),
+        out: of(out, hidden),
         ..Left::default()
     })
 }
