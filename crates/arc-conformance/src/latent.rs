@@ -520,18 +520,23 @@ pub fn cases(suite: &mut Suite) {
     }
     let heavy = Case { rows: Some(heavy(512)), index: None, ..far };
     suite.case("latent/heavy/far", |suite| same(suite, &heavy, Mutant::None));
-    let parts = Case { parts: true, ..case.clone() };
-    suite.case(&format!("latent/{kind}/in two parts"), |suite| same(suite, &parts, Mutant::None));
+    // What a forward part alone has read, of few rows and of more than a warp takes at a time.
+    for case in [&case, &more] {
+        let parts = Case { parts: true, ..case.clone() };
+        let name = format!("latent/{kind}/in two parts/{} rows", case.rows());
+        suite.case(&name, |suite| same(suite, &parts, Mutant::None));
+        let mut other = parts.clone();
+        other.runs.iter_mut().filter(|run| run.live && run.pos < 128).for_each(|run| run.pos -= 1);
+        suite.mutant(&format!("{name} of which one reads less"), |suite| {
+            let mut pair = suite.pair(parts.limits());
+            let want = run(&mut pair.cpu, &parts, 0..parts.rows())?.kv_bytes;
+            let got = run(&mut pair.gpu, &other, 0..other.rows())?.kv_bytes;
+            equal(&[want], &[got])
+        });
+    }
     let faulty = Case { faulty: true, ..case.clone() };
     suite.case(&format!("latent/{kind}/faulty"), |suite| same(suite, &faulty, Mutant::None));
-    let mut narrow = case.clone();
-    narrow.att.window -= 1;
-    suite.mutant(&format!("latent/{kind}/window"), |suite| {
-        let mut pair = suite.pair(case.limits());
-        // One key fewer, in a ring as long.
-        let want = run(&mut pair.cpu, &case, 0..case.rows())?;
-        compare(&case, &want, &run(&mut pair.gpu, &narrow, 0..case.rows())?)
-    });
+    suite.mutant(&format!("latent/{kind}/window"), |suite| same(suite, &case, Mutant::Narrow));
 }
 
 /// Microseconds of a layer's stages, decoding and in chunks.

@@ -50,6 +50,8 @@ pub enum Mutant {
     StillRotated,
     /// Gates go without their position's bias.
     NoBias,
+    /// A row too few of the window is read.
+    Narrow,
 }
 
 /// `PoolArgs` of compress.cuh.
@@ -267,7 +269,7 @@ impl Cuda {
             dim: att.dim as u32,
             q_rank: layer.q_rank as u32,
             ring: att.ring() as u32,
-            window_len: att.window as u32,
+            window_len: att.window as u32 - u32::from(self.latent.mutant == Mutant::Narrow),
             index_heads: index.map_or(0, |index| index.heads as u32),
             index_dim: index.map_or(0, |index| index.dim as u32),
             pool_dim: layer.pool_dim() as u32,
