@@ -15,7 +15,7 @@ use arc_device::ops_v4::{
     CompressorWeights, HcSite, Incoming, IndexWeights, LatentLayer, LatentState, LatentWeights, LatentWork, OpsV4,
     PoolState, PoolWeights, Streams,
 };
-use arc_device::step::{CtxClass, Part, StepDelta, StepKey};
+use arc_device::step::{BLOCK_TOKENS, CtxClass, Part, StepDelta, StepKey};
 use arc_device::{Alloc, Landing, MemoryClass, ModelShape, Norm, Readback, Steps};
 
 use crate::compare::{all, equal, equal_bits, equal_or_nan, launches, within};
@@ -439,19 +439,22 @@ fn attend<D: OpsV4 + Alloc + Landing + Readback + Steps>(
     Ok(Attention { low, pool: pooled, q, kv, ring, stored: left_rows, grouped, y: y_left, alone, sites, launched })
 }
 
-/// One row that chooses among keys.
+/// One row of a layer, which may choose among keys.
 #[derive(Debug, Clone, Copy)]
 struct Choice {
     pos: usize,
+    /// Tokens of a compressed row, or 0; an indexer chooses among those of 4, where `select` says so.
+    ratio: usize,
+    select: bool,
     top: usize,
     /// Whether all keys are alike, and whether scores are NaN.
     alike: bool,
     faulty: bool,
-    /// Whether between two steps there is one whose row is not live.
+    /// Whether between two steps there is one whose row is not live, or one whose key has room for fewer positions.
     idle: bool,
-    /// Positions that there is room for, and whether the step's key has fewer.
-    room: usize,
     short: bool,
+    /// Positions that there is room for.
+    room: usize,
     eps: f32,
     heads: LatentConfig,
 }
@@ -464,7 +467,11 @@ struct Chosen {
     picks: Vec<u32>,
     out: Vec<f32>,
     y: Vec<f32>,
+    /// Window and compressed rows as they are stored.
+    kept: [Vec<u8>; 2],
     launched: Vec<&'static str>,
+    /// Blocks of the output projections that begin late.
+    late: u32,
 }
 
 /// DeepSeek-V4-Flash's attention, whose rows come as tiles.
@@ -482,7 +489,19 @@ const KEYS: Compressor = Compressor { ratio: 4, overlap: 2, dim: 128 };
 fn chosen(suite: &mut Suite) {
     let at = |pos, top| {
         let (room, heads) = (ROOM, HEADS);
-        Choice { pos, top, alike: false, faulty: false, idle: false, room, short: false, eps: 1e-6, heads }
+        Choice {
+            pos,
+            ratio: KEYS.ratio,
+            select: true,
+            top,
+            alike: false,
+            faulty: false,
+            idle: false,
+            room,
+            short: false,
+            eps: 1e-6,
+            heads,
+        }
     };
     let wide = |pos| Choice { room: WIDE, ..at(pos, 512) };
     let same = |suite: &Suite, [alone, together]: [Choice; 2], mutant| -> Verdict {
@@ -492,20 +511,11 @@ fn chosen(suite: &mut Suite) {
             choose(&mut gpu, choice, together).map_err(|error| error.to_string())
         };
         let (want, got) = (run(alone, false, Mutant::None)?, run(together, true, mutant)?);
-        // Of many keys another kernel chooses.
-        let many = together.room / KEYS.ratio > 2048;
-        let index = if many { "index_choose_many" } else { "index_choose" };
-        let attention = match together.heads.dim {
-            512 if !many => "latent_attend_tiles",
-            512 => "latent_attend_512",
-            _ => "latent_attend_packed",
-        };
         for (want, got) in want.iter().zip(&got) {
-            launches("arc_matmul_", &["arc_matmul_follow_indexed", "arc_matmul_follow"], &got.launched)?;
-            launches("index_", &[index], &got.launched)?;
-            launches("latent_attend", &[attention], &got.launched)?;
+            shared_by_one(together, together.room, got)?;
             launches("arc_matmul_follow", &[], &want.launched)?;
-            launches("index_", &["index_score", "index_pick"], &want.launched)?;
+            let scored: &[&str] = if alone.select { &["index_score", "index_pick"] } else { &[] };
+            launches("index_", scored, &want.launched)?;
         }
         all(want.iter().zip(&got).flat_map(|(want, got)| {
             [
@@ -515,6 +525,7 @@ fn chosen(suite: &mut Suite) {
                 equal(&want.picks, &got.picks).map_err(|why| format!("picks: {why}")),
                 equal_bits(&want.out, &got.out).map_err(|why| format!("out: {why}")),
                 equal_or_nan(&want.y, &got.y).map_err(|why| format!("y: {why}")),
+                equal(&want.kept, &got.kept).map_err(|why| format!("stored rows: {why}")),
             ]
         }))
     };
@@ -535,6 +546,67 @@ fn chosen(suite: &mut Suite) {
         ("with NaN", Choice { faulty: true, ..choice }),
     ] {
         suite.case(&format!("chain/one row's choice/of Flash {name}"), |suite| same(suite, [choice; 2], Mutant::None));
+    }
+    // Layers of which a row reads all that it sees: a window that is not full and one that is; rows that a token completes; as many
+    // as an indexer would choose; as many splits as a cluster has blocks, and more.
+    let all_of = |ratio, pos, room| Choice { ratio, select: false, room, ..flash(pos, 512) };
+    let kinds = [
+        all_of(0, 70, 2048),
+        all_of(0, 1999, 2048),
+        all_of(4, 1201, 2048),
+        all_of(4, 2047, 2048),
+        all_of(128, 126, 2048),
+        all_of(128, 2047, 2048),
+        all_of(128, 60_031, 65_536),
+        all_of(128, 100_095, LONG),
+    ];
+    for choice in kinds {
+        let kind =
+            ["window", "sparse", "heavy"][[0, 4, 128].iter().position(|&of| of == choice.ratio).expect("one of these")];
+        let name = format!("chain/one row of Flash/{kind}, {} of {}", choice.pos, choice.room);
+        suite.case(&name, |suite| same(suite, [choice; 2], Mutant::None));
+        let idle = Choice { idle: true, ..choice };
+        suite.case(&format!("{name} around a row that is not live"), |suite| same(suite, [idle; 2], Mutant::None));
+        let next = f32::from_bits(FLASH.scale.to_bits() + 1);
+        let other = Choice { heads: LatentConfig { scale: next, ..FLASH }, ..choice };
+        suite.mutant(&format!("{name}, another scale"), |suite| {
+            only(same(suite, [other, choice], Mutant::None), "out: ")
+        });
+        // Of a window that is full.
+        if choice.pos >= FLASH.window - 1 {
+            suite.mutant(&format!("{name}, a narrower window"), |suite| {
+                only(same(suite, [choice; 2], Mutant::Narrow), "out: ")
+            });
+        }
+    }
+    // The attention alone is another, or what comes of it: all before it is as wanted.
+    for (name, choice) in [("few", choice), ("many", many)] {
+        let mutant = |suite: &mut Suite, what: &str, of: &str, scale: f32, mutant| {
+            let alone = Choice { heads: LatentConfig { scale, ..choice.heads }, ..choice };
+            suite.mutant(&format!("chain/one row's choice/of Flash, {name}, {what}"), |suite| {
+                only(same(suite, [alone, choice], mutant), of)
+            });
+        };
+        let next = f32::from_bits(FLASH.scale.to_bits() + 1);
+        mutant(suite, "another scale", "out: ", next, Mutant::None);
+        mutant(suite, "a narrower window", "out: ", FLASH.scale, Mutant::Narrow);
+        mutant(suite, "still rotated", "y: ", FLASH.scale, Mutant::StillRotated);
+        mutant(suite, "a group left", "y: ", FLASH.scale, Mutant::GroupLeft);
+    }
+    // As many blocks of the output projections begin late as there are of the attention.
+    for (choice, late) in
+        [(choice, 32), (flash(3999, 16), 8), (many, 32), (kinds[0], 8), (kinds[6], 32), (kinds[7], 32)]
+    {
+        let name = format!(
+            "chain/one row of Flash/blocks that begin late, {} of {} at {}",
+            choice.top, choice.ratio, choice.pos
+        );
+        suite.case(&name, |suite| {
+            let mut gpu = suite.gpu(limits(1, choice.room)).map_err(|error| error.to_string())?;
+            let left = choose(&mut gpu, choice, true).map_err(|error| error.to_string())?;
+            let late = if gpu.multiprocessors() == 132 { late } else { left[0].late };
+            equal(&[late; 3], &left.iter().map(|left| left.late).collect::<Vec<_>>())
+        });
     }
     let alike = Choice { alike: true, ..choice };
     suite.mutant("chain/one row's choice/of Flash, later ties", |suite| same(suite, [alike; 2], Mutant::LaterTies));
@@ -565,9 +637,19 @@ fn chosen(suite: &mut Suite) {
             same(suite, [faulty; 2], Mutant::None)
         });
     }
-    let past = Choice { short: true, ..long };
-    suite.case("chain/one row's choice/past the key", |suite| past_the_key(suite, past));
-    suite.mutant("chain/one row's choice/past the key", |suite| past_the_key(suite, long));
+    // The choice of few and of many; heads that take it from there and that wait for its end; more keys than few are, too.
+    let past = [
+        ("few", at(3999, 16)),
+        ("many", long),
+        ("of Flash, few", flash(3999, 16)),
+        ("of Flash, more than few are", Choice { room: WIDE, ..flash(20_003, 16) }),
+        ("of Flash, many", Choice { room: LONG, ..flash(70_000, 512) }),
+    ];
+    for (name, choice) in past {
+        let name = format!("chain/one row's choice/past the key/{name}");
+        suite.case(&name, |suite| past_the_key(suite, Choice { short: true, ..choice }));
+        suite.mutant(&name, |suite| past_the_key(suite, choice));
+    }
     suite.mutant("chain/one row's choice/another norm", |suite| {
         same(suite, [Choice { eps: EPS, ..choice }, choice], Mutant::None)
     });
@@ -576,23 +658,79 @@ fn chosen(suite: &mut Suite) {
     });
 }
 
-/// More keys than the step has room for: the device says so, and what heads read of what was chosen before is no number.
+/// What is wrong, if it is of this kind.
+fn only(verdict: Verdict, of: &str) -> Verdict {
+    match verdict {
+        Err(why) if !why.starts_with(of) => Ok(why),
+        verdict => verdict,
+    }
+}
+
+/// That a step of all stages, whose key has room for so many positions, shares launches, and chooses beside its products.
+fn shared_by_one(choice: Choice, room: usize, got: &Chosen) -> Verdict {
+    let (select, usual) = (choice.select, choice.heads.dim == 512);
+    let first = if select { "arc_matmul_follow_indexed" } else { "arc_matmul_follow_normed" };
+    // Of many keys another kernel chooses. More splits than a cluster has blocks are merged by a kernel of their own.
+    let many = select && room / KEYS.ratio > 2048;
+    let apart = !select && choice.ratio != 0 && FLASH.window + room / choice.ratio > 640;
+    let index: &[&str] = match (select, many) {
+        (false, _) => &[],
+        (_, false) => &["index_choose"],
+        (_, true) => &["index_choose_many"],
+    };
+    let attention = match usual {
+        true if !many && !apart => "latent_attend_tiles",
+        true => "latent_attend_512",
+        false => "latent_attend_packed",
+    };
+    all([
+        launches("arc_matmul_", &[first, "arc_matmul_follow"], &got.launched),
+        launches("index_", index, &got.launched),
+        launches("latent_attend", &[attention], &got.launched),
+        launches("latent_merge", if apart { &["latent_merge"] } else { &[] }, &got.launched),
+    ])
+}
+
+/// Around a step whose key has room for fewer keys than there are: the device says so, what heads read there is no number, and the
+/// steps before and behind it leave what they do otherwise.
 fn past_the_key(suite: &Suite, choice: Choice) -> Verdict {
-    let mut gpu = suite.gpu(limits(1, choice.room)).map_err(|error| error.to_string())?;
-    let left = choose(&mut gpu, choice, true).map_err(|error| error.to_string())?;
-    let Some(Fault::Word(word)) = gpu.fault() else { return Err(format!("the fault is {:?}", gpu.fault())) };
-    launches("index_", &["index_choose_many"], &left[0].launched)?;
-    match left.iter().all(|left| left.picks[0] == FAULT && left.out.iter().all(|x| x.is_nan())) {
+    let run = |choice: Choice, together| {
+        let mut gpu = suite.gpu(limits(1, choice.room)).map_err(|error| error.to_string())?;
+        let left = choose(&mut gpu, choice, together).map_err(|error| error.to_string())?;
+        Ok::<_, String>((left, gpu.fault()))
+    };
+    let (want, _) = run(Choice { short: false, ..choice }, false)?;
+    let (got, fault) = run(choice, true)?;
+    for i in [0, 2] {
+        shared_by_one(choice, choice.room, &got[i])?;
+        equal(&want[i].picks, &got[i].picks).map_err(|why| format!("picks of step {i}: {why}"))?;
+        equal_bits(&want[i].out, &got[i].out).map_err(|why| format!("out of step {i}: {why}"))?;
+        equal_or_nan(&want[i].y, &got[i].y).map_err(|why| format!("y of step {i}: {why}"))?;
+    }
+    let Some(Fault::Word(word)) = fault else { return Err(format!("the fault is {fault:?}")) };
+    shared_by_one(choice, below(choice.room).limit() as usize, &got[1])?;
+    match got[1].picks[0] == FAULT && got[1].out.iter().chain(&got[1].y).all(|x| x.is_nan()) {
         true => Ok(format!("fault word {word:#x}")),
         false => Err("something was read".to_owned()),
     }
+}
+
+/// The class of a shorter context than that of `room` positions.
+fn below(room: usize) -> CtxClass {
+    if CtxClass::of(room as u32) == CtxClass::Long { CtxClass::Medium } else { CtxClass::Short }
 }
 
 /// Three tokens' worth of stages, each in a step of its own or `together`; what each token left.
 fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Chosen>> {
     let mut rng = Rng(71);
     let parts = choice.heads.groups;
-    let (class, rows) = (MemoryClass::Workspace, Compressor { dim: choice.heads.dim, ..KEYS });
+    let (class, dim) = (MemoryClass::Workspace, choice.heads.dim);
+    let rows = match choice.ratio {
+        0 => None,
+        128 => Some(Compressor { ratio: 128, overlap: 1, dim }),
+        _ => Some(Compressor { dim, ..KEYS }),
+    };
+    let indexed = choice.ratio == KEYS.ratio;
     let index = IndexConfig { heads: 64, dim: KEYS.dim, top: choice.top };
     let attention = LatentConfig { eps: choice.eps, ..choice.heads };
     let site = site(dev, &mut rng)?;
@@ -602,9 +740,9 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
         DeviceResult::Ok(CompressorWeights { bias, norm: dev.vector("norm", &rng.values(shape.dim, 1.0))? })
     };
     // Few angles, over and over, where there is room for many positions.
-    let angles = rng.values(ROOM * 64, 1.0).repeat(choice.room / ROOM);
+    let angles = rng.values(ROOM * 64, 1.0).repeat(choice.room.div_ceil(ROOM));
     let rope_table = dev.vector("rope", &angles)?;
-    let layer = LatentLayer { rows: Some(rows), index: Some((index, KEYS)), ..layer(attention, RANK, &rope_table) };
+    let layer = LatentLayer { rows, index: indexed.then_some((index, KEYS)), ..layer(attention, RANK, &rope_table) };
     let q_b = matrix(dev, Format::F16, 1, index.heads * index.dim, RANK)?;
     let w = LatentWeights {
         low: stacked(dev, [RANK, choice.heads.dim], DIM)?,
@@ -612,15 +750,21 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
         q_b: matrix(dev, Format::Q8_0, 1, choice.heads.q_dim(), RANK)?,
         kv_norm: dev.vector("kv_norm", &rng.values(choice.heads.dim, 1.0))?,
         sinks: dev.vector("sinks", &rng.values(choice.heads.heads, 1.0))?,
-        pool: Some(PoolWeights {
-            matrix: matrix(dev, Format::F16, 1, layer.pool_dim(), DIM)?,
-            rows: compressor(dev, &mut rng, rows)?,
-            index: Some(IndexWeights { q_b, keys: compressor(dev, &mut rng, KEYS)? }),
-        }),
+        pool: match rows {
+            None => None,
+            Some(rows) => Some(PoolWeights {
+                matrix: matrix(dev, Format::F16, 1, layer.pool_dim(), DIM)?,
+                rows: compressor(dev, &mut rng, rows)?,
+                index: match indexed {
+                    true => Some(IndexWeights { q_b, keys: compressor(dev, &mut rng, KEYS)? }),
+                    false => None,
+                },
+            }),
+        },
         out_a: matrix(dev, Format::Q8_0, parts, choice.heads.group_out, choice.heads.q_dim() / parts)?,
         out_b: matrix(dev, Format::Q8_0, 1, DIM, parts * choice.heads.group_out)?,
     };
-    let mut ws = work(dev, &layer, 1, [layer.pool_dim(), index.heads * index.dim, choice.top])?;
+    let mut ws = work(dev, &layer, 1, [layer.pool_dim().max(1), index.heads * index.dim, choice.top])?;
     let bytes = |dev: &mut Cuda, values: &[u8]| {
         let mut buf = dev.alloc::<u8>("test", MemoryClass::State, values.len())?;
         dev.write(&mut buf, values)?;
@@ -629,7 +773,7 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
     let pool_state = |dev: &mut Cuda, rng: &mut Rng, shape: Compressor, format: RowFormat| {
         let mut ring = dev.alloc::<f32>("test", MemoryClass::State, shape.ring_elements(1))?;
         dev.write(&mut ring, &rng.values(shape.ring_elements(1), 1.0))?;
-        let mut rows = stored(rng, format, shape.dim, choice.room / shape.ratio);
+        let mut rows = stored(rng, format, shape.dim, choice.room / BLOCK_TOKENS * shape.rows_per_block());
         let one = format.row_bytes(shape.dim);
         if choice.alike && format == RowFormat::Fp4 {
             (one..rows.len()).for_each(|i| rows[i] = rows[i % one]);
@@ -642,8 +786,8 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
     };
     let mut state = LatentState {
         window: bytes(dev, &stored(&mut rng, RowFormat::Fp8, choice.heads.dim, choice.heads.ring()))?,
-        rows: Some(pool_state(dev, &mut rng, rows, RowFormat::Fp8)?),
-        keys: Some(pool_state(dev, &mut rng, KEYS, RowFormat::Fp4)?),
+        rows: rows.map(|rows| pool_state(dev, &mut rng, rows, RowFormat::Fp8)).transpose()?,
+        keys: indexed.then(|| pool_state(dev, &mut rng, KEYS, RowFormat::Fp4)).transpose()?,
     };
     let (y, mut streams) = output_and_streams(dev, &mut rng, 1)?;
     let (mut h, mut left_y) = (dev.alloc::<f32>("test", class, DIM)?, dev.alloc::<f32>("test", class, DIM)?);
@@ -666,13 +810,14 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
                 dev.hc_site(&mut h, &mut streams, Incoming::Output(&y), &site, &cfg, norm, 1)
             }
             1 => dev.attn_in(&mut ws, &h, &w, &layer, 1),
-            2 => dev.attn_q_kv(&mut ws, &mut state, &w, &layer, true, 1),
+            2 => dev.attn_q_kv(&mut ws, &mut state, &w, &layer, choice.select, 1),
+            3 if !choice.select => Ok(()),
             3 => dev.index_select(&mut ws, &state, &layer, 1),
-            4 => dev.attn_latent(&mut ws, &mut state, &w, &layer, true, 1),
+            4 => dev.attn_latent(&mut ws, &mut state, &w, &layer, choice.select, 1),
             5 => dev.attn_out_a(&mut ws, &w, &layer, 1),
             _ => dev.attn_out_b(&mut left_y, &ws, &w, &layer, 1),
         };
-        let ctx = if choice.short { CtxClass::Medium } else { CtxClass::of(choice.room as u32) };
+        let ctx = if choice.short && token == 1 { below(choice.room) } else { CtxClass::of(choice.room as u32) };
         let key = StepKey::new(1, 256, ctx, Part::Forward);
         let mut launched = Vec::new();
         if together {
@@ -694,16 +839,29 @@ fn choose(dev: &mut Cuda, choice: Choice, together: bool) -> DeviceResult<Vec<Ch
             dev.read(buf, &mut values)?;
             DeviceResult::Ok(values)
         };
-        let mut picks = vec![0; choice.top];
+        let mut picks = vec![0; if choice.select { choice.top } else { 0 }];
         dev.read(&ws.picks, &mut picks)?;
+        let queries = if choice.select { index.heads * index.dim } else { 0 };
+        let bytes = |dev: &mut Cuda, buf, rows: usize| {
+            let mut bytes = vec![0; rows * RowFormat::Fp8.row_bytes(dim)];
+            dev.read(buf, &mut bytes)?;
+            DeviceResult::Ok(bytes)
+        };
+        let pooled = match (&state.rows, rows) {
+            (Some(state), Some(shape)) => bytes(dev, &state.rows, choice.room / BLOCK_TOKENS * shape.rows_per_block())?,
+            _ => Vec::new(),
+        };
+        let kept = [bytes(dev, &state.window, choice.heads.ring())?, pooled];
         left.push(Chosen {
             low: read(dev, &ws.low, RANK + choice.heads.dim)?,
             q: read(dev, &ws.q, choice.heads.q_dim())?,
-            index_q: read(dev, &ws.index_q, index.heads * index.dim)?,
+            index_q: read(dev, &ws.index_q, queries)?,
             picks,
             out: read(dev, &ws.out, choice.heads.q_dim())?,
             y: read(dev, &left_y, DIM)?,
+            kept,
             launched,
+            late: dev.late_blocks(),
         });
     }
     Ok(left)

@@ -293,6 +293,12 @@ impl Cuda {
         self.launched.iter().map(|kernel| kernel.name())
     }
 
+    /// Blocks that begin late of the last two products that shared a launch behind an attention: they have less to do, which does
+    /// not show in what the launch left.
+    pub fn late_blocks(&self) -> u32 {
+        self.matmul.late_blocks
+    }
+
     /// Slots, rows and ring, for kernels that look at them. Panics before `finish`.
     pub(crate) fn view(&self) -> StepView {
         let state = self.state.as_ref().expect("`finish` made the state");

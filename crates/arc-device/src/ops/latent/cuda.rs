@@ -52,6 +52,8 @@ pub enum Mutant {
     NoBias,
     /// A row too few of the window is read.
     Narrow,
+    /// The last group of the second output projection has no block, where both are one launch.
+    GroupLeft,
 }
 
 /// `PoolArgs` of compress.cuh.

@@ -211,6 +211,8 @@ pub(crate) struct Workspace {
     pub due: Option<Due>,
     /// What it sends to a site right behind it.
     pub sent: Option<Sent>,
+    /// Blocks of the last two products behind an attention that begin late.
+    pub late_blocks: u32,
     /// A product that is normed before it joins the residual, `[rows, hidden]`.
     product: Option<CudaBuf<f32>>,
 }
@@ -249,6 +251,7 @@ impl Workspace {
             appended: Some(dev.take("activations", class, Workspace::appended_words())?),
             due: None,
             sent: None,
+            late_blocks: 0,
             product: Some(dev.take("activations", class, product)?),
         })
     }

@@ -11,6 +11,7 @@ use crate::cuda::{Arg, Cuda, CudaBuf, Grid, Kernel, kernel};
 use crate::error::Result;
 use crate::format::Format;
 use crate::ops::latent::ROPE_DIM;
+use crate::ops::latent::cuda::Mutant;
 use crate::ops::quant::INDEX_DIM;
 
 /// Threads of a block: warps that multiply, and one that brings tiles.
@@ -411,7 +412,11 @@ impl Cuda {
         }
         // Blocks are placed in order: the last ones wait for multiprocessors.
         let late = blocks.saturating_sub(processors.saturating_sub(attending));
-        let shares = Shares::new(&first, &second, blocks, if late < blocks { late } else { 0 });
+        let late = if late < blocks { late } else { 0 };
+        let mut shares = Shares::new(&first, &second, blocks, late);
+        if self.latent.mutant == Mutant::GroupLeft {
+            shares.starts[1][blocks as usize] -= 1;
+        }
         let most = [0, 1].map(|product| shares.most(product, blocks));
         (first.out, second.out) = (product.out, out.ptr());
         let second_at = code_bytes(&w.cut);
@@ -451,6 +456,7 @@ impl Cuda {
             second_at,
             angles_at: 0,
         };
+        self.matmul.late_blocks = late;
         // Its int8 outputs go from block to block only.
         (self.matmul.held, self.matmul.ready) = (None, None);
         self.counters.weight_bytes += w.bytes() as u64;
