@@ -21,6 +21,7 @@ mod hc;
 mod inputs;
 mod kv;
 mod latent;
+mod launches;
 mod layers;
 mod matmul;
 mod models;
@@ -90,6 +91,7 @@ fn main() -> ExitCode {
     draft::cases(&mut suite);
     moe::cases(&mut suite);
     chain::cases(&mut suite);
+    launches::cases(&mut suite);
     synthetic::cases(&mut suite);
     suite.finish()
 }
