@@ -207,7 +207,7 @@ pub(crate) fn choose(
         dev.launch(kernel!("arc_router_scores_any"), grid, args![scores, h, gate, width, of])?;
     }
     let grid = Grid::new(n.div_ceil(THREADS / 32), THREADS);
-    let args = args![ids, weights, scores, table, bias, infos, of, most, scale, n, 0u32];
+    let args = args![ids, weights, scores, table, bias, infos, of, most, scale, n];
     dev.launch(kernel!("arc_router_choose"), grid, args)?;
     let grid = Grid::new(1, 1024).shared(32 * 4 * of);
     dev.launch(kernel!("arc_moe_assign"), grid, args![order, bounds, ids, infos, n, most, of])
