@@ -273,8 +273,8 @@ __device__ void settle(const StepView& v, uint32_t h, uint32_t r, uint32_t at, u
     }
 }
 
-__device__ void settle_all(const StepView& v) {
-    const uint32_t heads = v.counts[0];
+// `heads`: head rows.
+__device__ void settle_all(const StepView& v, uint32_t heads) {
     for (uint32_t h = threadIdx.x; h < heads; h += blockDim.x) {
         const uint32_t r = v.heads[h];
         const Row row = v.rows[r];
@@ -288,7 +288,7 @@ __device__ void settle_all(const StepView& v) {
 extern "C" __global__ void __launch_bounds__(1024) step_settle(StepView v) {
     pdl_launch();
     pdl_wait();
-    settle_all(v);
+    settle_all(v, v.counts[0]);
 }
 
 // Counts what a forward part alone has read. One warp.
@@ -299,19 +299,22 @@ extern "C" __global__ void __launch_bounds__(32) step_count(StepView v, const __
     if (threadIdx.x == 0) v.progress->now.kv_bytes += read;
 }
 
-// Moves positions and publishes the step, after emitting what was drawn where that was not done: one block of at least two
-// warps. `reads`: of the stages over its rows.
-extern "C" __global__ void __launch_bounds__(1024) step_commit(StepView v, const __grid_constant__ KvReads reads, uint32_t rows,
+// Moves positions and publishes the step, after emitting what was drawn where that was not done: one block of 256
+// threads. `reads`: of the stages over its rows.
+extern "C" __global__ void __launch_bounds__(256) step_commit(StepView v, const __grid_constant__ KvReads reads, uint32_t rows,
                                                                uint32_t settled) {
     pdl_launch();
     pdl_wait();
+    // Asked for at once: a load takes 0.6 us.
+    const uint64_t step = v.progress->step + 1;
+    const uint32_t heads = v.counts[0];
+    const Clocks now = v.progress->now;
+    const uint64_t read = threadIdx.x / 32 == 1 ? read_by_warp(reads, v.infos, rows) : 0;
     if (!settled) {
-        settle_all(v);
+        settle_all(v, heads);
         __syncthreads();
     }
-    const uint64_t step = v.progress->step + 1;
     const uint32_t entry = uint32_t(step % v.ring_steps);
-    const uint32_t heads = v.counts[0];
     for (uint32_t h = threadIdx.x; h < heads; h += blockDim.x) {
         const Landed& landed = v.landed[h];
         const uint32_t* from = reinterpret_cast<const uint32_t*>(&landed);
@@ -325,21 +328,18 @@ extern "C" __global__ void __launch_bounds__(1024) step_commit(StepView v, const
     }
     for (uint32_t r = threadIdx.x; r < rows; r += blockDim.x) {
         const RowInfo info = v.infos[r];
-        const bool counts = !(v.rows[r].flags & kRowDraws) || v.drawn[r] != kNone;
-        if (info.live && counts) atomicAdd(&v.slots[info.slot].pos, 1u);
+        const uint32_t flags = v.rows[r].flags, drawn = v.drawn[r];
+        if (info.live && (!(flags & kRowDraws) || drawn != kNone)) atomicAdd(&v.slots[info.slot].pos, 1u);
     }
     if (threadIdx.x == 0) {
-        const Clocks& now = v.progress->now;
         Clocks& to = v.ring_clocks[entry];
         to.start_ns = now.start_ns, to.sample_ns = now.sample_ns, to.commit_ns = now_ns();
-    } else if (threadIdx.x / 32 == 1) {
-        // Beside the first.
-        const uint64_t read = read_by_warp(reads, v.infos, rows);
-        if (threadIdx.x == 32) v.ring_clocks[entry].kv_bytes = v.progress->now.kv_bytes + read;
+    } else if (threadIdx.x == 32) {
+        v.ring_clocks[entry].kv_bytes = now.kv_bytes + read;
     }
-    __threadfence_system();
     __syncthreads();
     if (threadIdx.x != 0) return;
+    // Releases what the others wrote, too.
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(v.head), "l"(step) : "memory");
     // Everybody has read the number of the step before.
     v.progress->step = step;
