@@ -15,8 +15,9 @@ use crate::rows::{Run, delta};
 use crate::suite::{Suite, Verdict, shape};
 
 const EPS: f32 = 1e-5;
-/// What takes all layers of a launch.
+/// What takes all layers of a launch of several rows, and of one.
 const KERNEL: &str = "arc_matmul_layers_576";
+const KERNEL_OF_ONE: &str = "arc_matmul_layers_576_one";
 
 /// What the launch does not take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,7 +122,9 @@ pub fn cases(suite: &mut Suite) {
     }
     let case = Case::smollm2(300, 34, Adjacent);
     suite.case("layers/smollm2/more than a launch has", |suite| {
-        same(suite, &case, &case, |launched| launches("", &["step_begin", KERNEL, KERNEL, "step_count"], launched))
+        same(suite, &case, &case, |launched| {
+            launches("", &["step_begin", KERNEL_OF_ONE, KERNEL_OF_ONE, "step_count"], launched)
+        })
     });
     let case = Case::smollm2(0, 2, Adjacent).rows(&[(0, 0)]);
     suite.case("layers/inert", |suite| one(suite, &case, &case));
@@ -176,7 +179,7 @@ fn beyond(suite: &mut Suite) {
 
 /// One launch.
 fn one(suite: &Suite, case: &Case, changed: &Case) -> Verdict {
-    same(suite, case, changed, |launched| launches("", &["step_begin", KERNEL, "step_count"], launched))
+    same(suite, case, changed, |launched| launches("", &["step_begin", KERNEL_OF_ONE, "step_count"], launched))
 }
 
 /// Six launches a layer, or more.
@@ -328,7 +331,7 @@ fn same(suite: &Suite, case: &Case, changed: &Case, launched: impl Fn(&[&str]) -
 fn past_the_key(suite: &Suite, case: &Case) -> Verdict {
     let mut gpu = suite.gpu(case.limits()).map_err(|error| error.to_string())?;
     let got = run(&mut gpu, case)?;
-    launches("", &["step_begin", KERNEL, "step_count"], &gpu.launched().collect::<Vec<_>>())?;
+    launches("", &["step_begin", KERNEL_OF_ONE, "step_count"], &gpu.launched().collect::<Vec<_>>())?;
     let Some(Fault::Word(word)) = gpu.fault() else { return Err(format!("the fault is {:?}", gpu.fault())) };
     equal_bits(&got.start, &got.x)?;
     Ok(format!("fault word {word:#x}"))

@@ -21,6 +21,9 @@
 // that one asks for a layer's keys when it has seen all of them, rather than ahead. It waits for rows before its own alone, and all
 // clusters of a launch are resident.
 //
+// What stands between a wait and a send is short, and a layer's instructions are few: beyond some 2,000 the instruction cache
+// misses. Sums of products have two places, so that between the last look at some and the next ones stands a barrier of the block.
+//
 // Weights are Q4_1. Exact: operations and their order are those of gemv.cuh and kv.cu.
 #include "../../sum.cuh"
 #include "../kv/kv.cuh"
@@ -31,11 +34,12 @@ namespace arc {
 namespace {
 
 constexpr uint32_t kBlocks = 16;
-// More would have fewer registers. Beside what all do, one asks for weights and one for keys and values.
+// More would have fewer registers.
 constexpr uint32_t kWarps = 16, kThreads = 32 * kWarps;
-constexpr uint32_t kAsks = kWarps - 1, kAsksKeys = kWarps - 2;
+// The last warps make the int8 of a norm, eight values a lane, and take the short tiles. One before them asks for what comes next.
+constexpr uint32_t kMakers = 3, kFirstMaker = kWarps - kMakers, kAsks = kFirstMaker - 1;
 constexpr uint32_t kHeadDim = 64;
-constexpr uint32_t kMostLayers = 32, kMostSplits = 8;
+constexpr uint32_t kMostLayers = 32, kMostSplits = 8, kMostGroup = 3;
 constexpr uint32_t kTile = tile_bytes(Q4_1, kSlice), kBlockBytes = kLanes * unit_bytes(Q4_1);
 constexpr uint32_t kKvTile = kHeadDim * kBlockTokens * 2;
 // Values of a part of 32 values of a head: those, the maximum and the sum, and up to a border of 16 bytes.
@@ -60,21 +64,19 @@ struct Layers {
     uint32_t n_layers, adjacent;
     uint32_t first_row, first_layer;  // of this launch
     // In shared memory: the residual before and after the attention; int8 of a norm, of the heads and of the units; queries,
-    // key and value of a key head; angles; sums and weights; parts to merge; weights; keys and values.
-    uint32_t x_at, middle_at, codes_at, heads_at, units_at, qkv_at, angles_at, scratch_at, parts_at, weights_at, kv_at;
+    // key and value of a key head; angles; sums of heads and units, then an attention's weights; sums of the other products; parts to
+    // merge; weights; keys and values.
+    uint32_t x_at, middle_at, codes_at, heads_at, units_at, qkv_at, angles_at, sums_at, rows_at, parts_at, weights_at, kv_at;
 };
 static_assert(sizeof(Layers) == 2400);
 
 // Barriers, in front of everything.
 enum Bar : uint32_t {
-    kFull,  // of the weights of a product
-    kKvFull = kFull + kProducts,
-    kSentHeads,  // what is sent: heads of queries, keys and values
+    kFull,                      // of the weights of a product
+    kSent = kFull + kProducts,  // what it reads: the residual, heads as int8, the residual behind the attention, units as int8
+    kKvFull = kSent + kProducts,
+    kSentHeads,  // heads of queries, keys and values
     kSentParts,  // parts of heads
-    kSentOut,    // heads as int8
-    kSentMiddle,
-    kSentUnits,
-    kSentX,
     kBars
 };
 
@@ -85,28 +87,25 @@ struct Own {
 constexpr uint32_t kOwnAt = (8 * kBars + 15) & ~15u, kTablesAt = kOwnAt + kProducts * sizeof(Own);
 // Of a split by query head and tile: maximum, factor of what stood before, sum.
 struct Tables {
-    float top[4][kSplitTiles], keep[4][kSplitTiles], sum[4][kSplitTiles];
+    float top[kMostGroup][kSplitTiles], keep[kMostGroup][kSplitTiles], sum[kMostGroup][kSplitTiles];
 };
-constexpr uint32_t kMarkAt = kTablesAt + sizeof(Tables);
-// What a warp multiplies: a word each, by product, turn and warp.
-constexpr uint32_t kItemsAt = 640, kTurns = 2;
-static_assert(kMarkAt + 4 <= kItemsAt);
-static_assert(kItemsAt + 4 * kProducts * kTurns * kWarps == 1152, "HEAD_BYTES of layers.rs");
+constexpr uint32_t kPlanAt = kTablesAt + sizeof(Tables), kPlanBytes = 44, kMarkAt = kPlanAt + kPlanBytes;
+// What a warp multiplies: a word each, by product and warp; makers have a second one behind those.
+constexpr uint32_t kItemsAt = (kMarkAt + 4 + 15) & ~15u, kTurns = 2;
+static_assert(kItemsAt + 4 * kProducts * (kWarps + kMakers) == 800, "HEAD_BYTES of layers.rs");
 
-__device__ __forceinline__ void send(uint32_t to, uint32_t bar, uint32_t a) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(a), "r"(bar)
-                 : "memory");
-}
 __device__ __forceinline__ void send(uint32_t to, uint32_t bar, float a, float b) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to),
                  "r"(__float_as_uint(a)), "r"(__float_as_uint(b)), "r"(bar)
                  : "memory");
 }
-__device__ __forceinline__ void send(uint32_t to, uint32_t bar, const float4& v) {
+__device__ __forceinline__ void send(uint32_t to, uint32_t bar, const uint4& v) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-                 "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)), "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w)),
-                 "r"(bar)
+                 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(bar)
                  : "memory");
+}
+__device__ __forceinline__ void send(uint32_t to, uint32_t bar, float a, float b, float c, float d) {
+    send(to, bar, make_uint4(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d)));
 }
 
 // acc + the bytes of `codes` without a sign times those of `x` with one.
@@ -116,29 +115,32 @@ __device__ __forceinline__ int dot_unsigned(uint32_t codes, uint32_t x, int acc)
     return out;
 }
 
-// A lane's weights of a block: codes, scale and minimum.
+// An integer n of up to 22 bits as a float: kRound + n has it in its low bits.
+__device__ __forceinline__ float small_float(int beside_round) { return __fsub_rn(__int_as_float(beside_round), kRound); }
+
+// A lane's weights of a block of 32 values, ready to be multiplied.
 struct Weights {
-    uint4 codes;
-    uint32_t dm;
-    __device__ __forceinline__ void load(const uint8_t* tile, uint32_t b) {
-        const uint32_t lane = threadIdx.x & 31;
-        codes = load16(tile + b * kBlockBytes + 16 * lane), dm = load4(tile + b * kBlockBytes + 512 + 4 * lane);
+    uint32_t low[4], high[4];
+    float d, m;
+    __device__ __forceinline__ void load(const uint8_t* tile, uint32_t b, uint32_t lane) {
+        const uint4 codes = load16(tile + b * kBlockBytes + 16 * lane);
+        const uint32_t dm = load4(tile + b * kBlockBytes + 512 + 4 * lane);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) low[i] = word(codes, i) & 0x0f0f0f0fu, high[i] = word(codes, i) >> 4 & 0x0f0f0f0fu;
+        d = low_half(dm), m = high_half(dm);
+    }
+    // `codes`: of this block; `scale` has the scale of the int8 and their sum.
+    __device__ __forceinline__ void add(const uint8_t* codes, float2 scale, float& acc) const {
+        const uint4 x0 = load16(codes), x1 = load16(codes + 16);
+        int dot = __float_as_int(kRound);
+        dot = dot_unsigned(low[0], x0.x, dot), dot = dot_unsigned(high[0], x0.y, dot);
+        dot = dot_unsigned(low[1], x0.z, dot), dot = dot_unsigned(high[1], x0.w, dot);
+        dot = dot_unsigned(low[2], x1.x, dot), dot = dot_unsigned(high[2], x1.y, dot);
+        dot = dot_unsigned(low[3], x1.z, dot), dot = dot_unsigned(high[3], x1.w, dot);
+        acc = __fmaf_rn(__fmul_rn(d, scale.x), small_float(dot), acc);
+        acc = __fmaf_rn(__fmul_rn(m, scale.x), scale.y, acc);
     }
 };
-
-// Block b of a lane's slice: `scales` has the scale of the int8 and their sum.
-__device__ __forceinline__ void add_q4_1(const Weights& w, const uint8_t* codes, const float2* scales, uint32_t b, float& acc) {
-    const uint4 x0 = load16(codes + 32 * b), x1 = load16(codes + 32 * b + 16);
-    const float2 s = scales[b];
-    // High nibbles stay where they are: their sum is 16 times as much.
-    int low = 0, high = 0;
-    low = dot_unsigned(w.codes.x & 0x0f0f0f0fu, x0.x, low), high = dot_unsigned(w.codes.x & 0xf0f0f0f0u, x0.y, high);
-    low = dot_unsigned(w.codes.y & 0x0f0f0f0fu, x0.z, low), high = dot_unsigned(w.codes.y & 0xf0f0f0f0u, x0.w, high);
-    low = dot_unsigned(w.codes.z & 0x0f0f0f0fu, x1.x, low), high = dot_unsigned(w.codes.z & 0xf0f0f0f0u, x1.y, high);
-    low = dot_unsigned(w.codes.w & 0x0f0f0f0fu, x1.z, low), high = dot_unsigned(w.codes.w & 0xf0f0f0f0u, x1.w, high);
-    acc = __fmaf_rn(__fmul_rn(low_half(w.dm), s.x), (float)(low + (high >> 4)), acc);
-    acc = __fmaf_rn(__fmul_rn(high_half(w.dm), s.x), s.y, acc);
-}
 
 // v[j] takes v[j + HALF] of N values, as `fold` of more that are +0: those change no square.
 template <int HALF, int N>
@@ -148,6 +150,69 @@ __device__ __forceinline__ void fold_first(float* v) {
         if (j + HALF < N) v[j] = __fadd_rn(v[j], v[j + HALF]);
     }
     if constexpr (HALF > 1) fold_first<HALF / 2, (N < HALF ? N : HALF)>(v);
+}
+
+// The sum over a warp, by halvings of 16 to 1 lanes. Two of them at a time: what a partner would have added is asked for beside it.
+__device__ __forceinline__ float sum_lanes(float v) {
+    auto two = [&](int half) {
+        const float a = __shfl_xor_sync(~0u, v, half), b = __shfl_xor_sync(~0u, v, half / 2), c = __shfl_xor_sync(~0u, v, half + half / 2);
+        v = __fadd_rn(__fadd_rn(v, a), __fadd_rn(b, c));
+    };
+    two(16), two(4);
+    return __fadd_rn(v, __shfl_xor_sync(~0u, v, 1));
+}
+
+// Whether a / D is what `over` makes of it: nothing on the way over- or underflows.
+__device__ __forceinline__ bool tame(float a) { return a >= 0x1p-60f && a <= 0x1p60f; }
+// a / D, rounded, of a tame `a`: with the rounded reciprocal one step of correction is enough (quantise.cuh). layers.rs has a test
+// of all mantissas.
+template <int D>
+__device__ __forceinline__ float over(float a) {
+    constexpr float reciprocal = 1.0f / D;
+    const float q = __fmul_rn(a, reciprocal);
+    return __fmaf_rn(__fmaf_rn(-q, (float)D, a), reciprocal, q);
+}
+
+// How the values of a block become int8, as `quantise` has it.
+struct Scale {
+    float of, reciprocal, d;
+    // `amax`: of the block, a NaN before all. Values far from 1 are brought nearer; those of an unsound block are left as 0.
+    template <int N>
+    __device__ __forceinline__ Scale(float amax, float (&v)[N]) : of(amax), d(over<127>(amax)) {
+        if (!tame(amax)) {
+            const bool sound = amax > 0.0f && amax < ARC_INF;
+            const float factor = amax < 1.0f ? 0x1p64f : 0x1p-64f;
+            of = sound ? __fmul_rn(amax, factor) : 1.0f, d = __fdiv_rn(amax, 127.0f);
+#pragma unroll
+            for (int i = 0; i < N; ++i) v[i] = sound ? __fmul_rn(v[i], factor) : 0.0f;
+        }
+        reciprocal = __frcp_rn(of);
+    }
+    // kRound + the code of a value, as bits.
+    __device__ __forceinline__ int code(float v) const {
+        const float q = __fmul_rn(v, reciprocal), quotient = __fmaf_rn(__fmaf_rn(-q, of, v), reciprocal, q);
+        return __float_as_int(__fadd_rn(__fmul_rn(quotient, 127.0f), kRound));
+    }
+};
+
+__device__ __forceinline__ uint32_t low_bytes(int a, int b, int c, int d) {
+    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+// e^x of an x that is not above 0, or NaN: the bits of `exp`.
+__device__ __forceinline__ float exp_down(float x) {
+    const float c = x < -104.0f ? -104.0f : x;
+    const float t = __fmaf_rn(c, kLog2E, kRound);
+    const float p = exp_reduced(c, __fsub_rn(t, kRound));
+    const int i = (int)(__float_as_uint(t) - __float_as_uint(kRound)), half = i >> 1;
+    const float e = __fmul_rn(__fmul_rn(p, pow2(half)), pow2(i - half));
+    return x != x ? ARC_NAN : e;
+}
+
+// A float as an integer of the same order, which it is made of again. A NaN that arithmetic left is above all.
+__device__ __forceinline__ int ordered(int bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
+__device__ __forceinline__ float max_of_lanes(float v) {
+    return __int_as_float(ordered(__reduce_max_sync(~0u, ordered(__float_as_int(v)))));
 }
 
 // The first of block `rank`'s `n` items, of which the first `n % kBlocks` blocks have one more, or the last.
@@ -162,8 +227,8 @@ constexpr Cut cut_of_cols(uint32_t cols) {
     return Cut{cols, slices, cols % kSlice != 0 ? 0u : slices % 4 == 0 ? 2u : slices % 2 == 0 ? 1u : 0u};
 }
 
-// HIDDEN: the residual. FFN: units.
-template <uint32_t HIDDEN, uint32_t HEADS, uint32_t KV_HEADS, uint32_t FFN>
+// HIDDEN: the residual. FFN: units. ROWS: there are several, which may be of one sequence.
+template <uint32_t HIDDEN, uint32_t HEADS, uint32_t KV_HEADS, uint32_t FFN, bool ROWS>
 struct Decoder {
     static constexpr uint32_t GROUP = HEADS / KV_HEADS;  // query heads of a key head
     // Of matrices that read the residual, the heads, the units.
@@ -172,16 +237,20 @@ struct Decoder {
     // Blocks that share the splits of a key head.
     static constexpr uint32_t kPerHead = kBlocks / KV_HEADS;
     static constexpr uint32_t kChunks = HEADS * kHeadDim / 32;
-    static_assert(HEADS % KV_HEADS == 0 && GROUP <= 4 && kPerHead >= 1 && kHeadsEach <= 8);
-    static_assert(HIDDEN % 32 == 0 && HIDDEN <= kSumChunk && FFN % 32 == 0);
-    // Every block has rows and units, and its tiles are no more than warps take.
+    static_assert(HEADS % KV_HEADS == 0 && GROUP <= kMostGroup && 2 * GROUP <= kWarps && kPerHead >= 1 && kHeadsEach <= 8);
+    static_assert(HIDDEN % 32 == 0 && HIDDEN <= kSumChunk && HIDDEN <= 256 * kMakers && FFN % 32 == 0);
+    // Every block has rows and units, and its tiles are no more than warps take: whole ones by warps that make nothing.
     static constexpr uint32_t kRowGroups[2] = {HIDDEN / (kLanes >> kHeadsCut.log_c), HIDDEN / (kLanes >> kFfn.log_c)};
     static constexpr uint32_t most(uint32_t n) { return (n + kBlocks - 1) / kBlocks; }
-    static constexpr uint32_t tiles_of(const Cut& cut, uint32_t groups) { return (cut.slices >> cut.log_c) * groups; }
+    static constexpr bool fits(const Cut& cut, uint32_t groups) {
+        const uint32_t short_ones = cut.cols % kSlice != 0 ? groups : 0;
+        return (cut.slices >> cut.log_c) * groups - short_ones <= kFirstMaker && short_ones <= kTurns * kMakers;
+    }
     static_assert(kRowGroups[0] >= kBlocks && kRowGroups[1] >= kBlocks && FFN / 32 >= kBlocks);
-    static_assert(tiles_of(kHidden, 2 * kHeadsEach << kHidden.log_c) <= kTurns * kWarps);
-    static_assert(tiles_of(kHidden, 2 * most(FFN / 32) << kHidden.log_c) <= kTurns * kWarps);
-    static_assert(tiles_of(kHeadsCut, most(kRowGroups[0])) <= kTurns * kWarps && tiles_of(kFfn, most(kRowGroups[1])) <= kTurns * kWarps);
+    static_assert(fits(kHidden, 2 * kHeadsEach << kHidden.log_c) && fits(kHidden, 2 * most(FFN / 32) << kHidden.log_c));
+    static_assert(fits(kHeadsCut, most(kRowGroups[0])) && fits(kFfn, most(kRowGroups[1])));
+    // Sums of a row, which lie the rows of a group apart.
+    static_assert(kHeadsCut.slices <= 6 && kFfn.slices <= 6);
 
     const Layers& p;
     const StepView& view;
@@ -194,11 +263,33 @@ struct Decoder {
     __device__ __forceinline__ float* floats(uint32_t at) const { return reinterpret_cast<float*>(smem + at); }
     static __device__ __forceinline__ Cut cut_of(uint32_t of) { return of == kOut ? Cut{kHeadsCut} : of == kDown ? Cut{kFfn} : Cut{kHidden}; }
     __device__ __forceinline__ volatile uint32_t* kept() const { return reinterpret_cast<volatile uint32_t*>(smem + kMarkAt); }
-    // Which of the blocks that share the splits of a key head this is.
+    // Of the blocks that have to do with a key head, which this is.
     __device__ __forceinline__ uint32_t head_place() const { return rank / KV_HEADS; }
+
+    // How blocks share the splits of a key head: so many take heads of one split, `each` heads a block, and so many attend at all.
+    struct Spread {
+        uint32_t parts, each, attending;
+        Spread() = default;
+        __device__ __forceinline__ explicit Spread(uint32_t splits) {
+            parts = splits == 0 || splits > kPerHead ? 1 : min(kPerHead / splits, GROUP);
+            each = (GROUP + parts - 1) / parts, parts = (GROUP + each - 1) / each;
+            attending = min(splits * parts, kPerHead);
+        }
+        __device__ __forceinline__ uint32_t heads(uint32_t place) const { return min(each, GROUP - place % parts * each); }
+    };
+
+    // What a block has of an attention: its first split, from one to its next, its heads and the first chunk of 32 values of these.
+    struct Plan {
+        uint32_t pos, ahead, block, splits;
+        Spread spread;
+        uint32_t split, over, heads, chunk;
+    };
+    static_assert(sizeof(Plan) == kPlanBytes);
+    __device__ __forceinline__ Plan& plan() const { return *reinterpret_cast<Plan*>(smem + kPlanAt); }
 
     // One thread, before anybody looks at them.
     __device__ __forceinline__ void prepare() const {
+#pragma unroll 1
         for (uint32_t i = 0; i < kBars; ++i) barrier_init(bar(i));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         constexpr uint32_t all = kAllHeads, each = kHeadsEach, wide = 1u << kHidden.log_c;  // groups of 32 rows
@@ -223,19 +314,21 @@ struct Decoder {
 
     // Tile t of group g of a block's own, as a word: its place over 16, blocks of a lane, the place of its sums, and t + 1.
     __device__ __forceinline__ uint32_t& item(uint32_t of, uint32_t turn, uint32_t at) const {
-        return reinterpret_cast<uint32_t*>(smem + kItemsAt)[(of * kTurns + turn) * kWarps + at];
+        return reinterpret_cast<uint32_t*>(smem + kItemsAt)[of * (kWarps + kMakers) + turn * kMakers + at];
     }
-    // A warp's tiles of all products. Whole tiles come before the short ones, which warps take from the last one on.
+    // A warp's tiles of all products.
     __device__ __forceinline__ void list() const {
-        if (lane >= kProducts * kTurns) return;
-        const uint32_t of = lane / kTurns, turn = lane % kTurns;
+        const bool makes = warp >= kFirstMaker;
+        if (lane >= (makes ? kProducts * kTurns : kProducts)) return;
+        const uint32_t of = lane % kProducts, turn = lane / kProducts;
         const Cut cut = cut_of(of);
         const Own mine = own(of);
-        const uint32_t i = turn == 0 ? warp : 2 * kWarps - 1 - warp, t = mine.groups == 0 ? 0 : i / mine.groups;
-        const uint32_t g = i - t * mine.groups, tiles = cut.tiles();
-        const uint32_t blocks = cut.tail() != 0 && t + 1 == cut.slices ? cut.tail() / 32 : 8;
+        const uint32_t tiles = cut.tiles(), whole = tiles - (cut.tail() != 0);
+        const uint32_t i = makes ? warp - kFirstMaker + turn * kMakers : warp;
+        const uint32_t t = makes ? whole : mine.groups == 0 ? 0 : i / mine.groups, g = makes ? i : i - t * mine.groups;
+        const bool has = makes ? whole != tiles && i < mine.groups : i < mine.groups * whole;
         const uint32_t at = mine.at + g * cut.group_bytes(Q4_1) + t * kTile;
-        item(of, turn, warp) = i < mine.groups * tiles ? at / 16 | blocks << 14 | (g * tiles + t) << 18 | (t + 1) << 28 : 0;
+        item(of, turn, warp) = has ? at / 16 | (makes ? cut.tail() / 32 : 8) << 14 | (g * tiles + t) << 18 | (t + 1) << 28 : 0;
     }
 
     // One thread: weights of a product of a layer.
@@ -248,6 +341,15 @@ struct Decoder {
         const uint32_t bytes = of == kUnits ? mine.bytes / 2 : mine.bytes;
         bulk_copy(smem + mine.at, reinterpret_cast<const uint8_t*>(base) + skip, bytes, bar(kFull + of));
         if (of == kUnits) bulk_copy(smem + mine.at + bytes, reinterpret_cast<const uint8_t*>(layer.up) + skip, bytes, bar(kFull + of));
+    }
+    // One thread: what is sent next time for a product is counted.
+    __device__ __forceinline__ void count(uint32_t of) const {
+        expect(bar(kSent + of), of == kOut ? 40 * kChunks : of == kDown ? 40 * (kFfn.cols / 32) : 4 * kHidden.cols);
+    }
+    __device__ __forceinline__ void count_heads() const {
+        const uint32_t heads = plan().heads, splits = plan().splits;
+        if (heads != 0) expect(bar(kSentHeads), 4 * (heads + 2) * kHeadDim);
+        if (splits > 1 && chunks() > 0) expect(bar(kSentParts), 4 * 34 * chunks() * splits);
     }
 
     // Which block of the cache has the lane's tile of a split: half of a warp has a tile of keys or of values a lane.
@@ -281,175 +383,199 @@ struct Decoder {
         asm volatile("fence.proxy.async.global;" ::: "memory");
     }
 
-    // Int8 of the residual behind its norm, four values a lane.
-    __device__ __forceinline__ void make(const float* x, const float4& weight) const {
+    // Int8 of a row: scales and sums of its blocks, then slices of codes. `cols` of the row.
+    static __device__ __forceinline__ uint32_t codes_of(uint32_t at, uint32_t cols) { return at + (cols / 4 + 15 & ~15u); }
+    __device__ __forceinline__ float2* scales(uint32_t at) const { return reinterpret_cast<float2*>(smem + at); }
+
+    // A maker's values of the row: eight a lane. Lanes past the end do what the first of the row do, and leave nothing.
+    __device__ __forceinline__ uint32_t own_k() const { return 256 * (warp - kFirstMaker) + 8 * lane; }
+    __device__ __forceinline__ uint32_t safe_k() const { return own_k() < kHidden.cols ? own_k() : own_k() % 32; }
+    // The weights of a norm, which are on their way while its inputs are.
+    struct Norm {
+        float4 low, high;
+    };
+    __device__ __forceinline__ Norm load_norm(uint64_t norm) const {
+        const float4* at = reinterpret_cast<const float4*>(norm) + safe_k() / 4;
+        return Norm{load_early(at), load_early(at + 1)};
+    }
+
+    // Int8 of the residual behind its norm, by the makers.
+    __device__ __forceinline__ void make(const float* x, const Norm& weight) const {
         constexpr uint32_t n = kHidden.cols;
-        // Lanes past the end do what the first of their warp do, and leave nothing.
-        const uint32_t first = 128 * warp, own_k = first + 4 * lane, k = own_k < n ? own_k : first + 4 * (lane & 7);
-        if (first >= n) return;
         float v[n / 32];
 #pragma unroll
         for (uint32_t j = 0; j < n / 32; ++j) {
             const float a = x[lane + 32 * j];
             v[j] = __fmul_rn(a, a);
         }
-        const float4 mine = *reinterpret_cast<const float4*>(x + k);
+        const uint32_t k = safe_k();
+        const float4 low = *reinterpret_cast<const float4*>(x + k), high = *reinterpret_cast<const float4*>(x + k + 4);
         fold_first<kSumChunk / 64, n / 32>(v);
-        float sum = v[0];
+        const float sum = __fadd_rn(0.0f, sum_lanes(v[0]));
+        float mean = over<n>(sum);
+        if (!tame(sum)) mean = __fdiv_rn(sum, (float)n);
+        // As `rsqrt`; what a NaN makes of the codes does not depend on its bits.
+        const float factor = __frcp_rn(__fsqrt_rn(__fadd_rn(mean, p.eps)));
+        float y[8] = {
+            __fmul_rn(__fmul_rn(low.x, factor), weight.low.x),   __fmul_rn(__fmul_rn(low.y, factor), weight.low.y),
+            __fmul_rn(__fmul_rn(low.z, factor), weight.low.z),   __fmul_rn(__fmul_rn(low.w, factor), weight.low.w),
+            __fmul_rn(__fmul_rn(high.x, factor), weight.high.x), __fmul_rn(__fmul_rn(high.y, factor), weight.high.y),
+            __fmul_rn(__fmul_rn(high.z, factor), weight.high.z), __fmul_rn(__fmul_rn(high.w, factor), weight.high.w)};
+        auto larger = [](float a, float b) { return max_or_nan(fabsf(a), fabsf(b)); };
+        float amax = larger(larger(larger(y[0], y[1]), larger(y[2], y[3])), larger(larger(y[4], y[5]), larger(y[6], y[7])));
+        const float of_1 = __shfl_xor_sync(~0u, amax, 1), of_2 = __shfl_xor_sync(~0u, amax, 2), of_3 = __shfl_xor_sync(~0u, amax, 3);
+        amax = larger(larger(amax, of_1), larger(of_2, of_3));
+        const Scale scale(amax, y);
+        int c[8];
 #pragma unroll
-        for (int half = 16; half > 0; half >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, half));
-        const float factor = rsqrt(__fadd_rn(__fdiv_rn(__fadd_rn(0.0f, sum), (float)n), p.eps));
-        float four[1][4] = {{__fmul_rn(__fmul_rn(mine.x, factor), weight.x), __fmul_rn(__fmul_rn(mine.y, factor), weight.y),
-                             __fmul_rn(__fmul_rn(mine.z, factor), weight.z), __fmul_rn(__fmul_rn(mine.w, factor), weight.w)}};
-        Quantised out[1];
-        quantise(four, out);
-        if (own_k >= n) return;
-        *reinterpret_cast<uint32_t*>(smem + p.codes_at + k / 256 * 272 + k % 256) = out[0].q;
-        if (lane % 8 == 0) scales(p.codes_at, kHidden)[k / 32] = make_float2(out[0].d, (float)dp2a(out[0].sums, 0x0101u, 0));
+        for (int i = 0; i < 8; ++i) c[i] = scale.code(y[i]);
+        const uint2 codes = make_uint2(low_bytes(c[0], c[1], c[2], c[3]), low_bytes(c[4], c[5], c[6], c[7]));
+        int total = __dp4a((int)codes.x, 0x01010101, __dp4a((int)codes.y, 0x01010101, 0));
+        const int a = __shfl_xor_sync(~0u, total, 1), b = __shfl_xor_sync(~0u, total, 2), d = __shfl_xor_sync(~0u, total, 3);
+        total += a + b + d;
+        if (own_k() >= n) return;
+        *reinterpret_cast<uint2*>(smem + codes_of(p.codes_at, n) + k / 256 * 272 + k % 256) = codes;
+        if (lane % 4 == 0) scales(p.codes_at)[k / 32] = make_float2(scale.d, (float)total);
     }
 
-    // Scales and sums of int8, behind them.
-    __device__ __forceinline__ float2* scales(uint32_t at, const Cut cut) const {
-        return reinterpret_cast<float2*>(smem + at + cut.slices * 272);
+    // Block `at` of 32 values, one a lane, as int8 to all blocks.
+    __device__ __forceinline__ void send_codes(float v, uint32_t to, uint32_t cols, uint32_t at, uint32_t landing) const {
+        float y[1] = {v};
+        const Scale scale(__uint_as_float(__reduce_max_sync(~0u, __float_as_uint(v) & 0x7fffffffu)), y);
+        const int code = scale.code(y[0]), sum = __reduce_add_sync(~0u, code - __float_as_int(kRound));
+        // Four lanes' codes in each of them, then four words of them.
+        const uint32_t first = lane & 16;
+        const int b = __shfl_down_sync(~0u, code, 1), c = __shfl_down_sync(~0u, code, 2), d = __shfl_down_sync(~0u, code, 3);
+        const uint32_t word = low_bytes(code, b, c, d);
+        uint4 words;
+        words.x = __shfl_sync(~0u, word, first), words.y = __shfl_sync(~0u, word, first + 4);
+        words.z = __shfl_sync(~0u, word, first + 8), words.w = __shfl_sync(~0u, word, first + 12);
+        const uint32_t there = in_block(smem, lane & 15), bar = there + 8 * landing;
+        send(there + codes_of(to, cols) + at / 8 * 272 + at % 8 * 32 + first, bar, words);
+        if (lane < 16) send(there + to + 8 * at, bar, scale.d, (float)sum);
     }
 
-    // The weights of the norm that comes next, for `make`.
-    __device__ __forceinline__ void load_norm(uint64_t norm, float4& weight) const {
-        const uint32_t first = 128 * warp, k = first + 4 * lane;
-        if (first >= kHidden.cols) return;
-        weight = load_early(reinterpret_cast<const float4*>(norm) + (k < kHidden.cols ? k : first + 4 * (lane & 7)) / 4);
-    }
-
-    // Blocks `at` and on of 32 values as int8 to all blocks: lane l has four of block `at` + l / 8 % N.
-    template <uint32_t N>
-    __device__ __forceinline__ void send_fours(const float (&four)[1][4], uint32_t to, const Cut cut, uint32_t at, uint32_t landing) const {
-        Quantised made[1];
-        quantise(four, made);
-        const uint32_t block = at + lane / 8 % N, first = lane / 8 / N;
-        const uint8_t* codes = smem + to + block / 8 * 272 + block % 8 * 32 + 4 * (lane & 7);
-#pragma unroll
-        for (uint32_t i = 0; i < kBlocks; i += 4 / N) {
-            send(in_block(codes, first + i), in_block(bar(landing), first + i), made[0].q);
-        }
-        const uint32_t other = (first * 8 + (lane & 7)) % kBlocks;
-        if (N == 2 || lane < kBlocks) {
-            send(in_block(scales(to, cut) + block, other), in_block(bar(landing), other), made[0].d, (float)dp2a(made[0].sums, 0x0101u, 0));
-        }
-    }
-
-    // Block `at` of 32 values, one a lane.
-    __device__ __forceinline__ void send_codes(float v, uint32_t to, const Cut cut, uint32_t at, uint32_t landing) const {
-        float four[1][4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) four[0][i] = __shfl_sync(~0u, v, 4 * (lane & 7) + i);
-        send_fours<1>(four, to, cut, at, landing);
-    }
-
-    // The weights of a whole tile, before its inputs are there.
-    __device__ __forceinline__ void take(uint32_t word, Weights (&w)[8]) const {
-        if ((word >> 14 & 15) != 8) return;
-        const uint8_t* tile = smem + 16 * (word & 0x3fff);
-#pragma unroll
-        for (uint32_t b = 0; b < 8; ++b) w[b].load(tile, b);
-    }
-
-    // The warp's tiles by the int8 inputs: a sum for every lane of each. `w`: the first one's weights, if it is whole.
-    __device__ __forceinline__ void multiply(uint32_t of, const uint32_t (&items)[kTurns], uint32_t inputs, const Weights (&w)[8]) const {
+    // What a lane reads of a product's inputs, and where it leaves the sum of a tile.
+    struct Inputs {
+        const uint8_t* codes;
+        const float2* scales;
+        float* sum;
+    };
+    __device__ __forceinline__ Inputs inputs_of(uint32_t of, uint32_t word) const {
         const Cut cut = cut_of(of);
-#pragma unroll 1
-        for (uint32_t turn = 0; turn < kTurns; ++turn) {
-            const uint32_t word = turn == 0 ? items[0] : items[1], blocks = word >> 14 & 15;
-            if (word == 0) return;
-            const uint32_t slice = cut.slice_of((word >> 28) - 1, lane);
-            const uint8_t* codes = smem + inputs + slice * 272;
-            const float2* s = scales(inputs, cut) + slice * 8;
-            float acc = 0.0f;
-            if (turn == 0 && blocks == 8) {
+        const bool normed = of == kHeads || of == kUnits;
+        const uint32_t at = normed ? p.codes_at : of == kOut ? p.heads_at : p.units_at, slice = cut.slice_of((word >> 28) - 1, lane);
+        return Inputs{smem + codes_of(at, cut.cols) + slice * 272, scales(at) + slice * 8,
+                      floats(normed ? p.sums_at : p.rows_at) + (word >> 18 & 1023) * kLanes + lane};
+    }
+    __device__ __forceinline__ const uint8_t* tile_of(uint32_t word) const { return smem + 16 * (word & 0x3fff); }
+
+    // A whole tile. `ready()`: waits for the inputs, when the weights are in registers.
+    template <typename Ready>
+    __device__ __forceinline__ void multiply(uint32_t of, uint32_t word, Ready ready) const {
+        Weights w[8];
 #pragma unroll
-                for (uint32_t b = 0; b < 8; ++b) add_q4_1(w[b], codes, s, b, acc);
-            } else {
-                const uint8_t* tile = smem + 16 * (word & 0x3fff);
-#pragma unroll 1
-                for (uint32_t b = 0; b < blocks; ++b) {
-                    Weights one;
-                    one.load(tile, b);
-                    add_q4_1(one, codes, s, b, acc);
-                }
-            }
-            floats(p.scratch_at)[(word >> 18 & 1023) * kLanes + lane] = acc;
+        for (uint32_t b = 0; b < 8; ++b) w[b].load(tile_of(word), b, lane);
+        const Inputs in = inputs_of(of, word);
+        ready();
+        float acc = 0.0f;
+#pragma unroll
+        for (uint32_t b = 0; b < 8; b += 2) {
+            const float4 two = *reinterpret_cast<const float4*>(in.scales + b);
+            w[b].add(in.codes + 32 * b, make_float2(two.x, two.y), acc);
+            w[b + 1].add(in.codes + 32 * b + 32, make_float2(two.z, two.w), acc);
         }
+        *in.sum = acc;
+    }
+    // A short one.
+    __device__ __forceinline__ void multiply_short(uint32_t of, uint32_t word) const {
+        const Inputs in = inputs_of(of, word);
+        float acc = 0.0f;
+#pragma unroll 1
+        for (uint32_t b = 0; b < (word >> 14 & 15); ++b) {
+            Weights w;
+            w.load(tile_of(word), b, lane);
+            w.add(in.codes + 32 * b, in.scales[b], acc);
+        }
+        *in.sum = acc;
     }
 
-    // The sum of row n of the block's, from group `from` on.
-    __device__ __forceinline__ float row(const Cut cut, uint32_t from, uint32_t n) const {
-        const uint32_t rows = cut.group_rows(), tiles = cut.tiles();
-        return total(cut, floats(p.scratch_at) + (from + n / rows) * tiles * kLanes, tiles, kLanes, n % rows);
+    // The sum of row n of the block's by the residual, from group `from` on.
+    __device__ __forceinline__ float row(uint32_t from, uint32_t n) const {
+        constexpr Cut cut = kHidden;
+        const uint32_t rows = cut.group_rows();
+        const float* at = floats(p.sums_at) + (from + n / rows) * cut.tiles() * kLanes + n % rows;
+        float sum = 0.0f;
+#pragma unroll
+        for (uint32_t i = 0; i < cut.slices; ++i) sum = __fadd_rn(sum, at[i * rows]);
+        return sum;
     }
 
     // Adds the block's rows to the residual, four a lane: to all blocks, or to memory.
-    __device__ __forceinline__ void add_rows(const Cut cut, const Own& mine, uint32_t from, uint32_t to, uint32_t landing, float* out) const {
-        const uint32_t rows = cut.group_rows(), tiles = cut.tiles(), n = 32 * warp + 4 * (lane & 7);
+    __device__ __forceinline__ void add_rows(uint32_t of, const Own& mine, float* out) const {
+        const bool behind = of == kOut;
+        const Cut cut = cut_of(of);
+        const uint32_t rows = cut.group_rows(), slices = cut.slices;
+        const uint32_t n = 32 * warp + 4 * (lane & 7), k = mine.first * rows + n;
         if (n >= mine.groups * rows) return;
-        const float* at = floats(p.scratch_at) + n / rows * tiles * kLanes + n % rows;
+        const uint32_t from = behind ? p.x_at : p.middle_at, to = behind ? p.middle_at : p.x_at;
+        const float* at = floats(p.rows_at) + (n & ~(rows - 1)) * slices + (n & rows - 1);
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-        for (uint32_t t = 0; t < tiles; ++t, at += kLanes) {
-#pragma unroll
-            for (uint32_t c = 0; c < kLanes; c += rows) {
-                const float4 v = *reinterpret_cast<const float4*>(at + c);
-                sum.x = __fadd_rn(sum.x, v.x), sum.y = __fadd_rn(sum.y, v.y);
-                sum.z = __fadd_rn(sum.z, v.z), sum.w = __fadd_rn(sum.w, v.w);
-            }
+        for (uint32_t i = 0; i < 6; ++i) {
+            if (i < slices) sum = add4(sum, *reinterpret_cast<const float4*>(at + i * rows));
         }
-        const uint32_t k = mine.first * rows + n;
-        const float4 x = *reinterpret_cast<const float4*>(floats(from) + k);
-        sum.x = __fadd_rn(x.x, sum.x), sum.y = __fadd_rn(x.y, sum.y), sum.z = __fadd_rn(x.z, sum.z), sum.w = __fadd_rn(x.w, sum.w);
+        sum = add4(*reinterpret_cast<const float4*>(floats(from) + k), sum);
         if (out != nullptr) {
             if (lane < 8) *reinterpret_cast<float4*>(out + k) = sum;
             return;
         }
 #pragma unroll
         for (uint32_t i = 0; i < kBlocks; i += 4) {
-            const uint32_t other = i + lane / 8;
-            send(in_block(floats(to) + k, other), in_block(bar(landing), other), sum);
+            const uint32_t there = in_block(smem, i + lane / 8);
+            send(there + to + 4 * k, there + 8 * (kSent + (behind ? kUnits : kHeads)), sum.x, sum.y, sum.z, sum.w);
         }
     }
 
     // A head by a warp, two values a lane: turned, appended, and sent to the blocks that attend. `layers`: so many are appended then.
-    __device__ __forceinline__ void leave_head(const Layer& layer, const RowInfo& info, uint32_t block, uint32_t splits, uint32_t layers) const {
+    __device__ __forceinline__ void leave_head(const Layer& layer, const Plan& plan, uint32_t layers) const {
         const Own mine = own(kHeads);
-        constexpr Cut cut = kHidden;
-        const uint32_t wide = 2u << cut.log_c;
+        const uint32_t wide = 2u << kHidden.log_c;
         if (warp >= mine.groups / wide) return;
         const uint32_t head = mine.first / wide + warp, keys = HEADS, values = HEADS + KV_HEADS;
         const uint32_t i = p.adjacent ? 2 * lane : lane, j = p.adjacent ? 2 * lane + 1 : lane + kHeadDim / 2;
-        float a = row(cut, warp * wide, i), b = row(cut, warp * wide, j);
+        float a = row(warp * wide, i), b = row(warp * wide, j);
         if (head < values) {
-            const float2 cs = reinterpret_cast<const float2*>(smem + p.angles_at)[lane];
-            turn(a, b, cs.x, cs.y);
+            const float2 angle = reinterpret_cast<const float2*>(smem + p.angles_at)[lane];
+            turn(a, b, angle.x, angle.y);
         }
-        const uint32_t kv_head = head < keys ? head / GROUP : head < values ? head - keys : head - values;
-        const uint32_t place = head < keys ? head % GROUP : head < values ? GROUP : GROUP + 1;
+        const bool query = head < keys;
+        const uint32_t kv_head = query ? head / GROUP : head < values ? head - keys : head - values;
         const uint16_t stored[2] = {f16_bits(a), f16_bits(b)};
-        if (head >= keys) a = __half2float(__ushort_as_half(stored[0])), b = __half2float(__ushort_as_half(stored[1]));
-        const uint32_t receivers = min(splits, kPerHead);
-#pragma unroll 1
-        for (uint32_t r = 0; r < receivers; ++r) {
-            const uint32_t other = kv_head + r * KV_HEADS;
-            const uint32_t to = in_block(floats(p.qkv_at) + place * kHeadDim, other), landing = in_block(bar(kSentHeads), other);
-            if (p.adjacent) {
-                send(to + 4 * i, landing, a, b);
-            } else {
-                send(to + 4 * i, landing, __float_as_uint(a)), send(to + 4 * j, landing, __float_as_uint(b));
-            }
+        if (!query) a = __half2float(__ushort_as_half(stored[0])), b = __half2float(__ushort_as_half(stored[1]));
+        if (!p.adjacent) {
+            // Values 2 lane and 2 lane + 1.
+            const uint32_t from = 2 * (lane & 15);
+            const float a0 = __shfl_sync(~0u, a, from), a1 = __shfl_sync(~0u, a, from + 1);
+            const float b0 = __shfl_sync(~0u, b, from), b1 = __shfl_sync(~0u, b, from + 1);
+            a = lane < 16 ? a0 : b0, b = lane < 16 ? a1 : b1;
         }
-        if (head < keys) return;
-        const size_t tile = ((size_t)block * KV_HEADS + kv_head) * kHeadDim * kBlockTokens;
-        const uint32_t place_in_block = info.pos % kBlockTokens;
-        uint16_t* to = reinterpret_cast<uint16_t*>(head < values ? layer.k : layer.v) + tile;
-        const uint32_t step = head < values ? kBlockTokens : 1, at = head < values ? place_in_block : place_in_block * kHeadDim;
-        to[i * step + at] = stored[0], to[j * step + at] = stored[1];
-        if (info.ahead == 0) return;
+        const Spread spread = plan.spread;
+        const uint32_t part = head % GROUP / spread.each;
+        const uint32_t place = query ? head % GROUP - part * spread.each : head < values ? GROUP : GROUP + 1;
+        const uint32_t step = query ? spread.parts : 1, to = p.qkv_at + place * (4 * kHeadDim) + 8 * lane;
+#pragma unroll 1
+        for (uint32_t r = query ? part : 0; r < spread.attending; r += step) {
+            const uint32_t there = in_block(smem, kv_head + r * KV_HEADS);
+            send(there + to, there + 8 * kSentHeads, a, b);
+        }
+        if (query) return;
+        const size_t tile = ((size_t)plan.block * KV_HEADS + kv_head) * kHeadDim * kBlockTokens;
+        const uint32_t place_in_block = plan.pos % kBlockTokens;
+        uint16_t* pool = reinterpret_cast<uint16_t*>(head < values ? layer.k : layer.v) + tile;
+        const uint32_t over = head < values ? kBlockTokens : 1, at = head < values ? place_in_block : place_in_block * kHeadDim;
+        pool[i * over + at] = stored[0], pool[j * over + at] = stored[1];
+        if (!ROWS || plan.ahead == 0) return;
         __syncwarp();
         if (lane == 0) {
             asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(appended(row_idx, kv_head, head >= values)),
@@ -458,144 +584,137 @@ struct Decoder {
         }
     }
 
-    // Attention of a split to the heads that share a key head. `parity`, `sent`: of the waits for keys and for queries.
-    __device__ __forceinline__ void attend(uint32_t pos, uint32_t split, uint32_t splits, uint32_t parity, uint32_t sent) const {
-        const uint32_t kv_head = rank % KV_HEADS, last = pos / kBlockTokens, place_in_block = pos % kBlockTokens;
+    // Attention of a split to `heads` of the heads that share a key head. `parity`, `sent`: of the waits for keys and for queries. Warp w
+    // leaves value w * 32 + lane of those heads: the sum of values, the weights' sum and the largest score.
+    struct Attended {
+        float o, l, m;
+    };
+    __device__ __forceinline__ Attended attend(uint32_t pos, uint32_t split, uint32_t heads, uint32_t parity, uint32_t sent) const {
+        const uint32_t last = pos / kBlockTokens, place_in_block = pos % kBlockTokens;
         const uint32_t tiles = min(last + 1 - split * kSplitTiles, kSplitTiles);
         const float* q = floats(p.qkv_at);
         const float* fresh = q + GROUP * kHeadDim;  // the row's key and value, as they are stored
-        float* weights = floats(p.scratch_at);       // [GROUP][kSplitKeys]
+        float* weights = floats(p.sums_at);         // [GROUP][kSplitKeys]
         uint16_t* k_tiles = reinterpret_cast<uint16_t*>(smem + p.kv_at);
         uint16_t* v_tiles = k_tiles + kSplitTiles * kHeadDim * kBlockTokens;
         Tables& t = tables();
         barrier_wait(bar(kKvFull), parity);
-        const bool owns_last = split * kSplitTiles + warp % kSplitTiles == last, has = warp < tiles;
-        // A warp has a tile, a lane a key, before queries are there.
-        uint32_t pairs[kHeadDim / 2];
-        if (has) {
-            const uint16_t* keys = k_tiles + warp * kHeadDim * kBlockTokens + lane;
-#pragma unroll
-            for (uint32_t d = 0; d < kHeadDim / 2; ++d) {
-                pairs[d] = __byte_perm(keys[2 * d * kBlockTokens], keys[(2 * d + 1) * kBlockTokens], 0x5410);
+        // Two warps have a tile, a lane a key, and every other head. Keys are there before queries are.
+        const uint32_t tile = warp % kSplitTiles, first = warp / kSplitTiles;
+        const bool owns_last = split * kSplitTiles + tile == last, has = tile < tiles && first < heads;
+        float score[2] = {0.0f, 0.0f};
+        if (owns_last && first == 1) {
+            // Of 16 keys, those that are not visible count for -0 times their weight, 0: that changes no sum.
+            uint16_t* patched = v_tiles + tile * kHeadDim * kBlockTokens + place_in_block * kHeadDim;
+            uint4* to = reinterpret_cast<uint4*>(patched + kHeadDim) + lane;
+#pragma unroll 1
+            for (uint32_t at = lane; at < (15 - place_in_block % 16) * (kHeadDim / 8); at += 32, to += 32) {
+                *to = make_uint4(0x80008000u, 0x80008000u, 0x80008000u, 0x80008000u);
             }
-        }
-        barrier_wait(bar(kSentHeads), sent);
-        float s[GROUP];
-        if (has) {
-            const bool mine = owns_last && lane == place_in_block;
-#pragma unroll
-            for (uint32_t i = 0; i < GROUP; ++i) s[i] = 0.0f;
-#pragma unroll
-            for (uint32_t d = 0; d < kHeadDim; d += 4) {
-                const float4 f = *reinterpret_cast<const float4*>(fresh + d);
-                float key[4] = {low_half(pairs[d / 2]), high_half(pairs[d / 2]), low_half(pairs[d / 2 + 1]), high_half(pairs[d / 2 + 1])};
-                key[0] = mine ? f.x : key[0], key[1] = mine ? f.y : key[1];
-                key[2] = mine ? f.z : key[2], key[3] = mine ? f.w : key[3];
-#pragma unroll
-                for (uint32_t i = 0; i < GROUP; ++i) {
-                    const float4 x = *reinterpret_cast<const float4*>(q + i * kHeadDim + d);
-                    s[i] = __fmaf_rn(x.x, key[0], s[i]), s[i] = __fmaf_rn(x.y, key[1], s[i]);
-                    s[i] = __fmaf_rn(x.z, key[2], s[i]), s[i] = __fmaf_rn(x.w, key[3], s[i]);
-                }
-            }
-            const bool visible = (split * kSplitTiles + warp) * kBlockTokens + lane <= pos;
-            float top[GROUP];
-#pragma unroll
-            for (uint32_t i = 0; i < GROUP; ++i) top[i] = s[i] = visible ? __fmul_rn(s[i], p.scale) : -ARC_INF;
-#pragma unroll
-            for (int half = 16; half > 0; half >>= 1) {
-#pragma unroll
-                for (uint32_t i = 0; i < GROUP; ++i) top[i] = max_or_nan(top[i], __shfl_xor_sync(~0u, top[i], half));
-            }
-            if (lane == 0) {
-#pragma unroll
-                for (uint32_t i = 0; i < GROUP; ++i) t.top[i][warp] = top[i];
-            }
-        } else if (warp >= kSplitTiles && owns_last) {
-            uint16_t* values = v_tiles + (warp - kSplitTiles) * kHeadDim * kBlockTokens + place_in_block * kHeadDim;
-            for (uint32_t d = lane; d < kHeadDim; d += 32) values[d] = f16_bits(fresh[kHeadDim + d]);
+            barrier_wait(bar(kSentHeads), sent);
+            const float2 two = *reinterpret_cast<const float2*>(fresh + kHeadDim + 2 * lane);
+            reinterpret_cast<uint32_t*>(patched)[lane] = f16_bits(two.x) | (uint32_t)f16_bits(two.y) << 16;
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         }
-        __syncthreads();
-        // The maximum of the tiles before one.
-        auto before = [&](uint32_t head, uint32_t tile) {
-            float m = -ARC_INF;
-#pragma unroll
-            for (uint32_t e = 0; e < kSplitTiles - 1; ++e) m = e < tile ? max_or_nan(m, t.top[head][e]) : m;
-            return m;
-        };
         if (has) {
-            float sum[GROUP];
+            float key[kHeadDim];
+            const uint16_t* keys = k_tiles + tile * kHeadDim * kBlockTokens + lane;
 #pragma unroll
-            for (uint32_t i = 0; i < GROUP; ++i) {
-                sum[i] = exp(__fsub_rn(s[i], max_or_nan(before(i, warp), t.top[i][warp])));
-                weights[i * kSplitKeys + 32 * warp + lane] = sum[i];
+            for (uint32_t d = 0; d < kHeadDim; ++d) key[d] = __half2float(__ushort_as_half(keys[d * kBlockTokens]));
+            barrier_wait(bar(kSentHeads), sent);
+            if (owns_last && lane == place_in_block) {
+#pragma unroll
+                for (uint32_t d = 0; d < kHeadDim; d += 4) {
+                    const float4 f = *reinterpret_cast<const float4*>(fresh + d);
+                    key[d] = f.x, key[d + 1] = f.y, key[d + 2] = f.z, key[d + 3] = f.w;
+                }
             }
+            __syncwarp();
+            const bool visible = (split * kSplitTiles + tile) * kBlockTokens + lane <= pos;
+#pragma unroll 1
+            for (uint32_t head = first; head < heads; head += 2) {
+                float s = 0.0f;
 #pragma unroll
-            for (int half = 16; half > 0; half >>= 1) {
-#pragma unroll
-                for (uint32_t i = 0; i < GROUP; ++i) sum[i] = __fadd_rn(sum[i], __shfl_xor_sync(~0u, sum[i], half));
+                for (uint32_t d = 0; d < kHeadDim; d += 4) {
+                    const float4 x = *reinterpret_cast<const float4*>(q + head * kHeadDim + d);
+                    s = __fmaf_rn(x.x, key[d], s), s = __fmaf_rn(x.y, key[d + 1], s);
+                    s = __fmaf_rn(x.z, key[d + 2], s), s = __fmaf_rn(x.w, key[d + 3], s);
+                }
+                s = visible ? __fmul_rn(s, p.scale) : -ARC_INF;
+                if (head == first) score[0] = s;
+                score[1] = s;
+                const float top = max_of_lanes(s);
+                if (lane == 0) t.top[head][tile] = top;
             }
-            if (lane == 0) {
-#pragma unroll
-                for (uint32_t i = 0; i < GROUP; ++i) t.sum[i][warp] = sum[i];
-            }
-        } else if (warp >= kSplitTiles && warp - kSplitTiles < tiles && lane < GROUP) {
-            // A lane has a head.
-            const uint32_t tile = warp - kSplitTiles;
-            const float m = before(lane, tile);
-            t.keep[lane][tile] = exp(__fsub_rn(m, max_or_nan(m, t.top[lane][tile])));
         }
         __syncthreads();
-        if (warp >= GROUP) return;
-        // A warp has a head, a lane two values of it.
-        const uint32_t chunk = (kv_head * GROUP + warp) * 2;
-        const uint16_t* values = v_tiles + 2 * lane;
-        const float* w = weights + warp * kSplitKeys;
-        float o[2] = {0.0f, 0.0f}, l = 0.0f, m = -ARC_INF;
+        if (has) {
 #pragma unroll 1
-        for (uint32_t e = 0; e < tiles; ++e, values += kHeadDim * kBlockTokens, w += kBlockTokens) {
-            const float keep = t.keep[warp][e];
-            m = max_or_nan(m, t.top[warp][e]);
-            l = __fadd_rn(__fmul_rn(l, keep), t.sum[warp][e]);
-            o[0] = __fmul_rn(o[0], keep), o[1] = __fmul_rn(o[1], keep);
-            const uint32_t seen = min(pos + 1 - (split * kSplitTiles + e) * kBlockTokens, kBlockTokens);
-            auto step = [&](float weight, uint32_t key) {
-                const float2 x = __half22float2(*reinterpret_cast<const __half2*>(values + key * kHeadDim));
-                o[0] = __fmaf_rn(weight, x.x, o[0]), o[1] = __fmaf_rn(weight, x.y, o[1]);
-            };
-            if (seen == kBlockTokens) {
+            for (uint32_t head = first; head < heads; head += 2) {
+                // The maximum of the tiles before, and with this one.
+                float before = -ARC_INF;
 #pragma unroll
-                for (uint32_t key = 0; key < kBlockTokens; key += 4) {
-                    const float4 four = *reinterpret_cast<const float4*>(w + key);
-                    step(four.x, key), step(four.y, key + 1), step(four.z, key + 2), step(four.w, key + 3);
-                }
-            } else {
-                // Only visible keys: 0 times the NaN of another may be NaN.
-#pragma unroll
-                for (uint32_t key = 0; key < kBlockTokens; key += 4) {
-                    const float4 four = *reinterpret_cast<const float4*>(w + key);
-                    if (key < seen) step(four.x, key);
-                    if (key + 1 < seen) step(four.y, key + 1);
-                    if (key + 2 < seen) step(four.z, key + 2);
-                    if (key + 3 < seen) step(four.w, key + 3);
-                }
+                for (uint32_t e = 0; e < kSplitTiles - 1; ++e) before = e < tile ? max_or_nan(before, t.top[head][e]) : before;
+                const float m = max_or_nan(before, t.top[head][tile]);
+                const float weight = exp_down(__fsub_rn(head == first ? score[0] : score[1], m)), keep = exp_down(__fsub_rn(before, m));
+                weights[head * kSplitKeys + 32 * tile + lane] = weight;
+                const float sum = sum_lanes(weight);
+                if (lane == 0) t.sum[head][tile] = sum, t.keep[head][tile] = keep;
             }
         }
-        if (splits == 1) {
-            // 32 values a chunk again.
-            const float v[2] = {__fdiv_rn(o[0], l), __fdiv_rn(o[1], l)};
-            float four[1][4];
-            const uint32_t from = (lane & 8) * 2 + (lane & 7) * 2;
+        __syncthreads();
+        Attended of{0.0f, 0.0f, -ARC_INF};
+        if (warp >= 2 * heads) return of;
+        // Two warps have a head, a lane a value of it; 16 keys are on their way while others are added.
+        const uint32_t head = warp / 2;
+        const uint16_t* values = v_tiles + 32 * (warp & 1) + lane;
+        const float4* w = reinterpret_cast<const float4*>(weights + head * kSplitKeys);
+        struct Keys {
+            float4 weight[4];
+            uint16_t value[16];
+            __device__ __forceinline__ void load(const float4* w, const uint16_t* values) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) four[0][i] = __shfl_sync(~0u, v[i & 1], from + i / 2);
-            send_fours<2>(four, p.heads_at, kHeadsCut, chunk, kSentOut);
-            return;
+                for (int i = 0; i < 4; ++i) weight[i] = w[i];
+#pragma unroll
+                for (int i = 0; i < 16; ++i) value[i] = values[i * kHeadDim];
+            }
+            __device__ __forceinline__ float add(float o) const {
+                auto x = [&](int i) { return __half2float(__ushort_as_half(value[i])); };
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    o = __fmaf_rn(weight[i].x, x(4 * i), o), o = __fmaf_rn(weight[i].y, x(4 * i + 1), o);
+                    o = __fmaf_rn(weight[i].z, x(4 * i + 2), o), o = __fmaf_rn(weight[i].w, x(4 * i + 3), o);
+                }
+                return o;
+            }
+        };
+        Keys low, high;
+        low.load(w, values);
+        const uint32_t seen = min(pos + 1 - split * kSplitKeys, kSplitKeys);
+#pragma unroll 1
+        for (uint32_t e = 0; e < tiles; ++e) {
+            // Beyond the last tile that one again: nobody adds it.
+            const bool more = e + 1 < tiles;
+            const float keep = t.keep[head][e];
+            of.m = max_or_nan(of.m, t.top[head][e]);
+            of.l = __fadd_rn(__fmul_rn(of.l, keep), t.sum[head][e]);
+            of.o = __fmul_rn(of.o, keep);
+            high.load(w + 4, values + 16 * kHeadDim);
+            of.o = low.add(of.o);
+            if (more) w += kBlockTokens / 4, values += kHeadDim * kBlockTokens;
+            low.load(w, values);
+            if (32 * e + 16 < seen) of.o = high.add(of.o);
         }
-        const uint32_t mine = chunk + lane / 16, other = mine % kBlocks, landing = in_block(bar(kSentParts), other);
-        const uint32_t to = in_block(floats(p.parts_at) + (mine / kBlocks * kMostSplits + split) * kPart, other);
-        send(to + 8 * (lane & 15), landing, o[0], o[1]);
-        if (lane % 16 == 0) send(to + 4 * 32, landing, m, l);
+        return of;
+    }
+
+    // A part of chunk `chunk` to the block that merges it.
+    __device__ __forceinline__ void send_part(const Attended& of, uint32_t split, uint32_t chunk) const {
+        const uint32_t there = in_block(smem, chunk % kBlocks), landing = there + 8 * kSentParts;
+        const uint32_t to = there + p.parts_at + 4 * ((chunk / kBlocks * kMostSplits + split) * kPart);
+        const float b = __shfl_down_sync(~0u, of.o, 1), c = __shfl_down_sync(~0u, of.o, 2), d = __shfl_down_sync(~0u, of.o, 3);
+        if (lane % 4 == 0) send(to + 4 * lane, landing, of.o, b, c, d);
+        if (lane == 1) send(to + 4 * 32, landing, of.m, of.l);
     }
 
     // Chunks of heads that this block merges.
@@ -604,30 +723,24 @@ struct Decoder {
     }
 
     // Merges the splits of a chunk, ascending, by a warp, a value a lane.
-    __device__ __forceinline__ void merge(uint32_t splits, uint32_t parity) const {
-        const uint32_t at = kWarps - 1 - warp;
-        if (at >= chunks()) return;
+    __device__ __forceinline__ float merge(uint32_t at, uint32_t splits, uint32_t parity) const {
         barrier_wait(bar(kSentParts), parity);
         const float* part = floats(p.parts_at) + at * kMostSplits * kPart;
-        float m = -ARC_INF, l = 0.0f, o = 0.0f;
+        // A lane has what a split is joined by: `join`.
+        const uint32_t own = min(lane, splits - 1);
+        float before = -ARC_INF;
+#pragma unroll
+        for (uint32_t s = 0; s < kMostSplits - 1; ++s) before = s < own ? max_or_nan(before, part[s * kPart + 32]) : before;
+        const float m = part[own * kPart + 32], top = max_or_nan(before, m);
+        const float own_keep = exp_down(__fsub_rn(before, top)), own_add = exp_down(__fsub_rn(m, top));
+        float l = 0.0f, o = 0.0f;
 #pragma unroll 1
         for (uint32_t s = 0; s < splits; ++s, part += kPart) {
-            float keep, add;
-            join(m, part[32], keep, add);
+            const float keep = __shfl_sync(~0u, own_keep, s), add = __shfl_sync(~0u, own_add, s);
             l = joined(l, keep, part[33], add);
             o = joined(o, keep, part[lane], add);
         }
-        send_codes(__fdiv_rn(o, l), p.heads_at, kHeadsCut, rank + at * kBlocks, kSentOut);
-    }
-
-    // One thread: what is sent in a layer is counted.
-    __device__ __forceinline__ void count(uint32_t splits) const {
-        if (head_place() < min(kPerHead, splits)) expect(bar(kSentHeads), 4 * (GROUP + 2) * kHeadDim);
-        if (splits > 1 && chunks() > 0) expect(bar(kSentParts), 4 * 34 * chunks() * splits);
-        expect(bar(kSentOut), 40 * (kHeadsCut.cols / 32));
-        expect(bar(kSentMiddle), 4 * kHidden.cols);
-        expect(bar(kSentUnits), 40 * (kFfn.cols / 32));
-        expect(bar(kSentX), 4 * kHidden.cols);
+        return __fdiv_rn(o, l);
     }
 
     __device__ __forceinline__ void run() const {
@@ -636,14 +749,12 @@ struct Decoder {
         pdl_launch();
         __syncthreads();
         cluster_arrive_relaxed();
-        const bool asks = threadIdx.x == 32 * kAsks;
+        const bool asks = threadIdx.x == 32 * kAsks, makes = warp >= kFirstMaker;
         if (asks) {
 #pragma unroll 1
             for (uint32_t of = 0; of < kProducts; ++of) ask(p.layers[0], of);
         }
         __syncwarp();
-        float4 weight = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        load_norm(p.layers[0].attn_norm, weight);
         // Before a block sends to another, that one must run.
         cluster_wait();
         pdl_wait();
@@ -656,6 +767,7 @@ struct Decoder {
             if (info.live && rank == 0 && threadIdx.x == 0) report_fault(view, kFaultContextClass);
             // What was asked for has to land before the block ends.
             copies_landed();
+#pragma unroll 1
             for (uint32_t of = 0; of < kProducts; ++of) barrier_wait(bar(kFull + of), 0);
             return;
         }
@@ -664,16 +776,25 @@ struct Decoder {
             copy16(floats(p.angles_at) + i, reinterpret_cast<const float*>(p.rope) + (size_t)info.pos * kHeadDim + i);
         }
         const uint32_t* blocks = view.blocks + (size_t)info.slot * view.max_blocks;
-        const uint32_t block = blocks[info.pos / kBlockTokens];
-        const bool attends = head_place() < min(kPerHead, splits);
-        const bool asks_keys = attends && warp == kAsksKeys;
-        const uint32_t kv_block = asks_keys ? block_of(blocks, head_place(), kv_tiles) : 0;
+        const Spread spread(splits);
+        if (threadIdx.x == 0) {
+            const bool attends = head_place() < spread.attending;
+            const uint32_t split = head_place() / spread.parts, over = max(kPerHead / spread.parts, 1u);
+            const uint32_t chunk = (rank % KV_HEADS * GROUP + head_place() % spread.parts * spread.each) * 2;
+            plan() = Plan{info.pos, info.ahead, blocks[info.pos / kBlockTokens], splits, spread, split, over, attends ? spread.heads(head_place()) : 0, chunk};
+        }
+        const bool asks_keys = head_place() < spread.attending && warp == kAsks;
+        const uint32_t kv_block = asks_keys ? block_of(blocks, head_place() / spread.parts, kv_tiles) : 0;
         // Rows of its sequence whose keys and values come in this launch.
-        const uint32_t behind = min(info.back, row_idx - p.first_row);
-        if (asks_keys && behind == 0) ask_keys(p.layers[0], head_place(), kv_tiles, kv_block);
-        if (asks) count(splits);
+        const uint32_t behind = ROWS ? min(info.back, row_idx - p.first_row) : 0;
+        if (asks_keys && behind == 0) ask_keys(p.layers[0], head_place() / spread.parts, kv_tiles, kv_block);
         copies_landed();
         __syncthreads();
+        if (asks) {
+#pragma unroll 1
+            for (uint32_t of = 0; of < kProducts; ++of) count(of);
+            count_heads();
+        }
         list();
         __syncwarp();
         uint32_t turns = 0;
@@ -685,70 +806,95 @@ struct Decoder {
             // Rolled: four products, one after the other, by the same instructions.
 #pragma unroll 1
             for (uint32_t of = 0; of < kProducts; ++of) {
-                uint32_t inputs = p.codes_at;
+                const bool normed = of == kHeads || of == kUnits;
                 const Own mine = own(of);
-                const uint32_t items[kTurns] = {item(of, 0, warp), item(of, 1, warp)};
-                Weights w[8];
-                barrier_wait(bar(kFull + of), parity);
-                take(items[0], w);
-                if (of == kHeads) {
-                    if (l > 0) {
-                        barrier_wait(bar(kSentX), parity ^ 1);
-                        if (asks) count(splits);
+                // The residual stands there at first: nothing has been waited for yet.
+                const uint32_t sent = of == kHeads ? parity ^ 1 : parity;
+                if (makes) {
+                    if (normed) {
+                        const Norm weight = load_norm(of == kHeads ? layer.attn_norm : layer.ffn_norm);
+                        barrier_wait(bar(kSent + of), sent);
+                        make(floats(of == kHeads ? p.x_at : p.middle_at), weight);
+                        __syncthreads();
+                    } else {
+                        barrier_wait(bar(kSent + of), sent);
                     }
-                    if (noted) Marks::mark(kept(), 3);
-                    make(floats(p.x_at), weight);
-                    load_norm(layer.ffn_norm, weight);
-                    __syncthreads();
-                } else if (of == kOut) {
-                    barrier_wait(bar(kSentOut), parity);
-                    inputs = p.heads_at;
-                    if (noted) Marks::mark(kept(), 5);
-                } else if (of == kUnits) {
-                    barrier_wait(bar(kSentMiddle), parity);
-                    if (noted) Marks::mark(kept(), 6);
-                    make(floats(p.middle_at), weight);
-                    if (!last) load_norm(p.layers[l + 1].attn_norm, weight);
-                    __syncthreads();
+                    barrier_wait(bar(kFull + of), parity);
+#pragma unroll 1
+                    for (uint32_t turn = 0; turn < kTurns; ++turn) {
+                        const uint32_t word = item(of, turn, warp);
+                        if (word == 0) break;
+                        multiply_short(of, word);
+                    }
                 } else {
-                    barrier_wait(bar(kSentUnits), parity);
-                    inputs = p.units_at;
-                    if (noted) Marks::mark(kept(), 7);
+                    const uint32_t word = item(of, 0, warp);
+                    if (word != 0) {
+                        barrier_wait(bar(kFull + of), parity);
+                        multiply(of, word, [&] {
+                            if (normed) {
+                                __syncthreads();
+                            } else {
+                                barrier_wait(bar(kSent + of), sent);
+                            }
+                            if (noted) Marks::mark(kept(), of == kHeads ? 3 : 4 + of);
+                        });
+                    } else if (normed) {
+                        __syncthreads();
+                    }
                 }
-                multiply(of, items, inputs, w);
                 __syncthreads();
                 // What was read makes room for the next layer's.
-                if (asks && !last) ask(p.layers[l + 1], of);
+                if (asks && !last) {
+                    ask(p.layers[l + 1], of);
+                    // The residual that comes for the second layer is counted since the beginning.
+                    if (of != kHeads || l > 0) count(of);
+                    if (of == kOut) count_heads();
+                }
+                // A block of values to send as int8.
+                float v = 0.0f;
+                uint32_t at = kFfn.cols;
                 if (of == kHeads) {
-                    leave_head(layer, info, block, splits, p.first_layer + l + 1);
-                    if (asks_keys && behind > 0) {
+                    const Plan& plan = this->plan();
+                    leave_head(layer, plan, p.first_layer + l + 1);
+                    if (ROWS && asks_keys && behind > 0) {
                         await_keys(behind, p.first_layer + l + 1);
-                        ask_keys(layer, head_place(), kv_tiles, kv_block);
+                        ask_keys(layer, plan.split, kv_tiles, kv_block);
                     }
                     if (noted) Marks::mark(kept(), 4);
-                    if (attends) {
+                    const uint32_t heads = plan.heads, splits = plan.splits;
+                    if (heads != 0) {
 #pragma unroll 1
-                        for (uint32_t split = head_place(); split < splits; split += kPerHead) {
-                            if (split != head_place()) {
+                        for (uint32_t split = plan.split; split < splits; split += plan.over) {
+                            if (split != plan.split) {
                                 // The split before has been read.
                                 __syncthreads();
                                 if (asks_keys) ask_keys(layer, split, kv_tiles, block_of(blocks, split, kv_tiles));
                             }
-                            attend(info.pos, split, splits, turns++ & 1, parity);
+                            const Attended of_split = attend(plan.pos, split, heads, turns++ & 1, parity);
+                            if (warp < 2 * heads) {
+                                if (splits == 1) {
+                                    v = __fdiv_rn(of_split.o, of_split.l), at = plan.chunk + warp;
+                                } else {
+                                    send_part(of_split, split, plan.chunk + warp);
+                                }
+                            }
                         }
                     }
-                    if (splits > 1) merge(splits, parity);
-                } else if (of == kOut) {
-                    if (asks_keys && behind == 0 && !last) ask_keys(p.layers[l + 1], head_place(), kv_tiles, kv_block);
-                    add_rows(kHeadsCut, mine, p.x_at, p.middle_at, kSentMiddle, nullptr);
+                    if (splits > 1 && kWarps - 1 - warp < chunks()) {
+                        v = merge(kWarps - 1 - warp, splits, parity), at = rank + (kWarps - 1 - warp) * kBlocks;
+                    }
                 } else if (of == kUnits) {
                     if (warp < mine.groups >> (kHidden.log_c + 1)) {
-                        const uint32_t at = 32 * warp + lane;
-                        const float v = gated(kThenSilu, row(kHidden, 0, at), row(kHidden, mine.groups / 2, at), 0.0f);
-                        send_codes(v, p.units_at, kFfn, (mine.first >> kHidden.log_c) + warp, kSentUnits);
+                        const uint32_t n = 32 * warp + lane;
+                        v = gated(kThenSilu, row(0, n), row(mine.groups / 2, n), 0.0f), at = (mine.first >> kHidden.log_c) + warp;
                     }
                 } else {
-                    add_rows(kFfn, mine, p.middle_at, p.x_at, kSentX, last ? out : nullptr);
+                    if (of == kOut && asks_keys && behind == 0 && !last) ask_keys(p.layers[l + 1], plan().split, kv_tiles, kv_block);
+                    add_rows(of, mine, of == kDown && last ? out : nullptr);
+                }
+                if (at != kFfn.cols) {
+                    const bool units = of == kUnits;
+                    send_codes(v, units ? p.units_at : p.heads_at, units ? kFfn.cols : HEADS * kHeadDim, at, kSent + (units ? kDown : kOut));
                 }
             }
         }
@@ -757,16 +903,21 @@ struct Decoder {
 
 }  // namespace
 
-// Of SmolLM2-135M. The warp's number comes from one lane, so that it is known to be that of all.
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    arc_matmul_layers_576(const __grid_constant__ Layers p, const __grid_constant__ StepView view) {
-    extern __shared__ __align__(128) uint8_t smem[];
-    // Held in a register, rather than made again wherever it is used.
-    uint32_t base = shared_at(smem);
-    asm volatile("" : "+r"(base));
-    uint8_t* here = static_cast<uint8_t*>(__cvta_shared_to_generic(base));
-    const uint32_t row = p.first_row + blockIdx.x / kBlocks, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
-    Decoder<576, 9, 3, 1536>{p, view, here, row, cluster_rank(), warp, threadIdx.x & 31}.run();
-}
+// Of SmolLM2-135M, one row and several. The warp's number comes from one lane, so that it is known to be that of all.
+#define ARC_LAYERS(NAME, ROWS)                                                                                                      \
+    extern "C" __global__ void __launch_bounds__(kThreads, 1)                                                                       \
+        arc_matmul_layers_##NAME(const __grid_constant__ Layers p, const __grid_constant__ StepView view) {                         \
+        extern __shared__ __align__(128) uint8_t smem[];                                                                            \
+        /* Held in a register, rather than made again wherever it is used. */                                                       \
+        uint32_t base = shared_at(smem);                                                                                            \
+        asm volatile("" : "+r"(base));                                                                                              \
+        uint8_t* here = static_cast<uint8_t*>(__cvta_shared_to_generic(base));                                                      \
+        const uint32_t row = ROWS ? p.first_row + blockIdx.x / kBlocks : 0, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);           \
+        uint32_t lane = threadIdx.x & 31;                                                                                           \
+        asm volatile("" : "+r"(lane));                                                                                             \
+        Decoder<576, 9, 3, 1536, ROWS>{p, view, here, row, cluster_rank(), warp, lane}.run();                                       \
+    }
+ARC_LAYERS(576, true)
+ARC_LAYERS(576_one, false)
 
 }  // namespace arc

@@ -8,6 +8,7 @@ use crate::error::Result;
 use crate::format::Format;
 use crate::ops::glu::Activation;
 use crate::ops::kv::RopeStyle;
+use crate::ops::matmul::SLICE;
 use crate::step::{BLOCK_TOKENS, CtxClass};
 use crate::{DenseLayer, Norm};
 
@@ -23,7 +24,7 @@ const MOST_LAYERS: usize = 32;
 const SPLIT_KEYS: usize = 256;
 const MOST_SPLITS: usize = 8;
 /// Bytes in front of everything: barriers, what a block and its warps have of products, tables of a softmax.
-const HEAD_BYTES: u32 = 1152;
+const HEAD_BYTES: u32 = 800;
 /// Values that a part of 32 values of a head takes.
 const PART: usize = 36;
 /// Launches in which rows go faster than by their stages, and rows of all of them.
@@ -67,7 +68,8 @@ struct Layers {
     units_at: u32,
     qkv_at: u32,
     angles_at: u32,
-    scratch_at: u32,
+    sums_at: u32,
+    rows_at: u32,
     parts_at: u32,
     weights_at: u32,
     kv_at: u32,
@@ -83,9 +85,11 @@ struct Shape {
     ffn: usize,
 }
 
-/// Shapes and their kernels.
-const SHAPES: [(Shape, Kernel); 1] =
-    [(Shape { hidden: 576, n_heads: 9, n_kv_heads: 3, ffn: 1536 }, kernel!("arc_matmul_layers_576"))];
+/// Shapes and their kernels: of one row, of several.
+const SHAPES: [(Shape, [Kernel; 2]); 1] = [(
+    Shape { hidden: 576, n_heads: 9, n_kv_heads: 3, ffn: 1536 },
+    [kernel!("arc_matmul_layers_576_one"), kernel!("arc_matmul_layers_576")],
+)];
 
 /// What all layers of a launch have in common.
 #[derive(Clone, Copy, PartialEq)]
@@ -133,15 +137,25 @@ impl Shape {
         };
         let bytes = |rank: usize| parts(rank).iter().map(|(cut, n)| n * cut.group_bytes(Format::Q4_1)).sum::<usize>();
         let weights = (0..BLOCKS).map(bytes).max()?;
-        let sums = (0..BLOCKS).flat_map(parts).map(|(cut, n)| 128 * n * cut.tiles()).max()?;
-        let codes = |cut: &Cut| cut.slices * (272 + 64);
+        // Of products behind a norm, and of the others.
+        let sums = |at: usize| {
+            let of = |rank: usize| [at, at + 2].map(|i| parts(rank)[i]).map(|(cut, n)| 128 * n * cut.tiles());
+            (0..BLOCKS).flat_map(of).max()
+        };
+        let (of_normed, of_rows) = (sums(0)?.max(4 * SPLIT_KEYS * group_heads), sums(1)?);
+        // Scales and sums, whole slices on a border of their own, and the rest.
+        let codes = |cols: usize| {
+            let behind = cols / SLICE * (SLICE + 16) + cols % SLICE;
+            (cols / 4).next_multiple_of(16) + behind
+        };
         let mut places = Places::behind(HEAD_BYTES / 8);
         let mut take = |values: usize| places.take(4 * values as u32);
         let (x_at, middle_at) = (take(hidden), take(hidden));
-        let [codes_at, heads_at, units_at] = [wide, of_heads, of_ffn].map(|cut| take(codes(&cut) as usize / 4));
+        let [codes_at, heads_at, units_at] =
+            [hidden, n_heads * HEAD_DIM, ffn].map(|cols| take(codes(cols).div_ceil(4)));
         let qkv_at = take((group_heads + 2) * HEAD_DIM);
         let angles_at = take(HEAD_DIM);
-        let scratch_at = take((sums / 4).max(SPLIT_KEYS * group_heads));
+        let (sums_at, rows_at) = (take(of_normed / 4), take(of_rows / 4));
         let parts_at = take(chunks * MOST_SPLITS * PART);
         let weights_at = places.rest();
         let kv_at = (weights_at + weights as u32).next_multiple_of(128);
@@ -164,7 +178,8 @@ impl Shape {
             units_at,
             qkv_at,
             angles_at,
-            scratch_at,
+            sums_at,
+            rows_at,
             parts_at,
             weights_at,
             kv_at,
@@ -221,11 +236,12 @@ impl Cuda {
         if layers.iter().any(|layer| Common::of(layer).as_ref() != Some(&common)) {
             return Ok(false);
         }
-        let Some((_, kernel)) = SHAPES.iter().find(|(shape, _)| *shape == common.shape) else { return Ok(false) };
+        let Some((_, kernels)) = SHAPES.iter().find(|(shape, _)| *shape == common.shape) else { return Ok(false) };
         let Some((places, shared)) = common.shape.places() else { return Ok(false) };
+        let kernel = kernels[usize::from(rows > 1)];
         let grid = |rows: usize| Grid::new((rows * BLOCKS) as u32, THREADS).shared(shared).cluster(BLOCKS as u32);
         // Rows of a launch may wait for each other.
-        let at_once = self.resident_clusters(*kernel, grid(1))? as usize;
+        let at_once = self.resident_clusters(kernel, grid(1))? as usize;
         if rows > MOST_LAUNCHES * at_once {
             return Ok(false);
         }
@@ -257,7 +273,7 @@ impl Cuda {
             for first in (0..rows).step_by(at_once) {
                 args.first_row = first as u32;
                 let view = self.view();
-                self.launch(*kernel, grid(at_once.min(rows - first)), &[Arg::of(&args), Arg::from(&view)])?;
+                self.launch(kernel, grid(at_once.min(rows - first)), &[Arg::of(&args), Arg::from(&view)])?;
             }
             args.first_layer += args.n_layers;
         }
@@ -285,6 +301,20 @@ mod tests {
     #[test]
     fn every_shape_fits_in_shared_memory() {
         assert!(SHAPES.iter().all(|(shape, _)| shape.places().is_some()));
+    }
+
+    /// `over` of layers.cu, for every mantissa: an exponent changes nothing as long as nothing over- or underflows.
+    #[test]
+    fn quotients_by_constants_are_rounded() {
+        for divisor in [127.0f32, 576.0] {
+            let reciprocal = 1.0 / divisor;
+            let over = |a: f32| {
+                let q = a * reciprocal;
+                (-q).mul_add(divisor, a).mul_add(reciprocal, q)
+            };
+            let wrong = (0..1 << 23).map(|bits| f32::from_bits(127 << 23 | bits)).find(|&a| over(a) != a / divisor);
+            assert_eq!(wrong, None, "over {divisor}");
+        }
     }
 
     #[test]
