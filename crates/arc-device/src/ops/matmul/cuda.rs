@@ -195,6 +195,8 @@ pub(crate) struct Workspace {
     ready: Option<Ready>,
     /// The address of the last gated units of few rows' experts, and where they are as int8, by row and place.
     units: Option<(u64, Codes)>,
+    /// Multiprocessors that the kernel before the next product has to its end.
+    taken: u32,
     /// Whether products over few rows let their successor start only after their own wait.
     late: bool,
     /// Whether the next product over one row is held back until it is known what follows.
@@ -243,6 +245,7 @@ impl Workspace {
             inputs: Some(inputs),
             ready: None,
             units: None,
+            taken: 0,
             late: false,
             hold: false,
             held: None,
@@ -470,10 +473,14 @@ impl Cuda {
         }
         let source = given.making.map_or(Prepare::default(), |from| from.prepare());
         let normed = given.making.is_some_and(|from| from.norm.is_some());
+        // A block for which there is room only later brings its weights when all others have theirs.
+        let processors = self.multiprocessors();
+        let free = processors - std::mem::take(&mut self.matmul.taken);
+        let processors = if 4 * free >= 3 * processors { free } else { processors };
         let mut taken = plan::rows_taken(rows);
         let shape = loop {
             let parts = (product.parts as usize).max(1);
-            if let Some(shape) = product.cut_blocks(taken, format, parts, normed, self.multiprocessors()) {
+            if let Some(shape) = product.cut_blocks(taken, format, parts, normed, processors) {
                 break shape;
             }
             assert!(taken > 1, "one row of {} values does not fit", w.cols);

@@ -277,6 +277,7 @@ impl Cuda {
             }
             args.first_layer += args.n_layers;
         }
+        self.matmul.taken = (at_once.min(rows) * BLOCKS) as u32;
         Ok(true)
     }
 }
