@@ -68,6 +68,44 @@ extern "C" __global__ void __launch_bounds__(256) step_apply(StepView v, const u
     }
 }
 
+namespace {
+
+// Where a row stands in its slot's sequence, and its token; whether both are in range.
+__device__ __forceinline__ bool locate(const StepView& v, const Row& row, const Slot& slot, RowInfo& info) {
+    // All of the slot at once.
+    const uint32_t at = slot.pos, last = slot.token, held = slot.n_blocks * kBlockTokens;
+    const uint32_t sum = at + row.offset, own = row.token == kTokenOfSlot ? last : row.token;
+    info.pos = sum < at ? kNone : sum;
+    info.token = row.flags & kRowVerify ? slot.draft(row.offset) : own;
+    return info.token < v.vocab && info.pos < v.context && info.pos < held;
+}
+
+// As `step_begin`, one row: nobody else's rows have to be looked at.
+__device__ void begin_row(const StepView& v, uint32_t stamp) {
+    if (stamp) v.progress->now.start_ns = now_ns(), v.progress->now.kv_bytes = 0;
+    const Row row = v.rows[0];
+    v.progress->begun += 1;
+    RowInfo info = {0, row.slot < v.n_slots ? row.slot : v.n_slots - 1, 0, 0, 0, 0, 0, kNone};
+    Slot& slot = v.slots[info.slot];
+    RowInfo found = info;
+    const bool inside = locate(v, row, slot, found);
+    if (!(row.flags & kRowPadding) && row.slot < v.n_slots && slot.active && !slot.fault) {
+        if (inside && v.blocks[size_t(info.slot) * v.max_blocks + found.pos / kBlockTokens] < v.n_blocks) {
+            info.live = 1, info.pos = found.pos, info.token = found.token;
+            info.next = row.target < v.vocab ? row.target : kNone;
+        } else if (!(row.flags & kRowVerify)) {
+            slot.fault = kOutOfRange;
+        }
+    }
+    v.infos[0] = info;
+    v.drawn[0] = kNone;
+    const uint32_t heads = row.flags & kRowHeads && v.heads_max > 0;
+    if (heads) v.heads[0] = 0;
+    v.counts[0] = heads, v.counts[1] = info.live;
+}
+
+}  // namespace
+
 // Resolves the row table against the slots: what cpu/state.rs does in `begin`. One block; dynamic shared memory: three
 // words a slot. A row out of range, out of order, or in another sequence's block ends the rows of its sequence from
 // there on.
@@ -80,6 +118,10 @@ extern "C" __global__ void __launch_bounds__(1024) step_begin(StepView v, uint32
     pdl_launch();
     pdl_wait();
     const uint32_t tid = threadIdx.x, n = blockDim.x;
+    if (rows == 1) {
+        if (tid == 0) begin_row(v, stamp);
+        return;
+    }
     if (tid == 0) {
         begun = v.progress->begun + 1;
         v.progress->begun = begun;
@@ -96,20 +138,13 @@ extern "C" __global__ void __launch_bounds__(1024) step_begin(StepView v, uint32
         if (!(row.flags & kRowPadding) && row.slot < v.n_slots) {
             const Slot& slot = v.slots[row.slot];
             if (slot.active && !slot.fault) {
-                const uint32_t sum = slot.pos + row.offset;
-                const uint32_t pos = sum < slot.pos ? kNone : sum;
-                const bool verifies = row.flags & kRowVerify;
-                const uint32_t own = row.token == kTokenOfSlot ? slot.token : row.token;
-                const uint32_t token = verifies ? slot.draft(row.offset) : own;
-                const uint32_t held = slot.n_blocks * kBlockTokens;
-                if (token >= v.vocab || pos >= v.context || pos >= held) {
-                    // A draft may be left out.
-                    if (!verifies) atomicMin(bad + row.slot, r);
-                } else {
-                    info.live = 1;
-                    info.pos = pos;
-                    info.token = token;
+                RowInfo found = info;
+                if (locate(v, row, slot, found)) {
+                    info.live = 1, info.pos = found.pos, info.token = found.token;
                     atomicMin(first + row.slot, r);
+                } else if (!(row.flags & kRowVerify)) {
+                    // A draft may be left out.
+                    atomicMin(bad + row.slot, r);
                 }
             }
         }
