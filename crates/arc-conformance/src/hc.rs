@@ -215,7 +215,7 @@ fn transpose<T>(matrix: &mut [T]) {
 pub fn cases(suite: &mut Suite) {
     use Take::{Embedding, Nothing, Output};
     let mut sites = Vec::new();
-    for rows in [1, 2, 3, 8, 9, 64, 256] {
+    for rows in [1, 2, 3, 8, 9, 64, 100, 256] {
         sites.push((4096, rows, 20, Output, Values::Usual));
     }
     for values in [Values::Extreme, Values::Flat, Values::Faulty, Values::Edge] {

@@ -57,8 +57,7 @@ const FEW: [&str; 7] = [
     "latent_attend_512",
     "arc_matmul_gemv_q8_0_*",
 ];
-const MANY: [&str; 11] = [
-    "arc_hc_site_mix_*",
+const MANY: [&str; 10] = [
     "arc_hc_site_rows",
     "arc_hc_head_mix",
     "arc_hc_head_rows",
@@ -100,8 +99,10 @@ pub fn cases(suite: &mut Suite) {
         step(LONG, Medium, rows, &[&FEW, &SCORED], &[&["index_choose*", "arc_moe_assign", "arc_matmul_mma_*"]])
     });
     suite.case("launches/few rows", |suite| check(suite, &few));
-    let mut many = [9, 64, 512, 2048]
-        .map(|rows| step(LONG, Medium, rows, &[&MANY, &SCORED], &[&["index_choose*", "arc_matmul_gemv_*"]]));
+    let mix = |n: usize| ["arc_hc_site_mix_1", "arc_hc_site_mix_2", "arc_hc_site_mix_4", "arc_hc_site_mix_8"][n];
+    let mut many = [(9, 0), (64, 1), (128, 2), (512, 3), (2048, 3)].map(|(rows, n)| {
+        step(LONG, Medium, rows, &[&MANY, &SCORED, &[mix(n)]], &[&["index_choose*", "arc_matmul_gemv_*"]])
+    });
     many[1..].iter_mut().for_each(|step| step.has.push("latent_rings"));
     suite.case("launches/many rows", |suite| check(suite, &many));
     let drafts = [1, 4].map(|rows| Step { drafts: 3, ..step(LONG, Medium, rows, &[&ONE, &DRAFTED], &[]) });

@@ -377,6 +377,7 @@ pub fn cases(suite: &mut Suite) {
     // The production widths, and the tiny model's.
     cases.push(Case::new(4096, 512, 16, 6, 1));
     cases.push(Case::new(4096, 512, 16, 6, 5));
+    cases.push(Case::new(2048, 256, 32, 6, 3));
     // One row among 256 experts has a kernel of its own.
     for (hidden, scores, chosen) in
         [(2048, Scores::Ties, 6), (4096, Scores::Wide, 6), (1024, Scores::Faulty, 6), (1024, Scores::Usual, 16)]
