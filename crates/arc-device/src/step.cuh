@@ -108,8 +108,7 @@ static_assert(sizeof(KvReads) == 264);
 // What the device counts by itself.
 struct Progress {
     uint64_t step;   // steps committed
-    uint32_t begun;  // row tables resolved
-    uint32_t pad;
+    uint64_t begun;  // row tables resolved
     Clocks now;
 };
 
@@ -140,6 +139,8 @@ struct StepView {
 };
 static_assert(sizeof(StepView) == 184);
 constexpr uint32_t kMaxBias = 1024;
+// Rows of a step; `MOST_ROWS` of state.rs.
+constexpr uint32_t kRowBits = 16, kMostRows = 1u << kRowBits;
 
 __device__ __forceinline__ uint64_t now_ns() {
     uint64_t t;

@@ -43,13 +43,14 @@ struct Slot {
 }
 const _: () = assert!(size_of::<Slot>() == 216);
 const SLOT_WORDS: usize = size_of::<Slot>() / 4;
+/// Rows of a step: a claim to a block of the KV cache has a row in 16 bits, beside the step.
+const MOST_ROWS: usize = 1 << 16;
 
 /// `Progress` of step.cuh.
 #[repr(C)]
 struct Progress {
     step: u64,
-    begun: u32,
-    pad: u32,
+    begun: u64,
     now: StepClocks,
 }
 
@@ -223,6 +224,7 @@ const STAGING: usize = 16 << 20;
 impl State {
     /// State for `limits` over a vocabulary. Errors: `OutOfMemory`, `Cuda`.
     pub fn new(driver: &Arc<Driver>, limits: &Limits, vocab: usize) -> Result<State> {
+        assert!(limits.rows <= MOST_ROWS, "{} rows of a step, at most {MOST_ROWS}", limits.rows);
         let max_blocks = Limits::blocks_for(limits.context);
         let mut owned = Vec::new();
         let mut total = 0;

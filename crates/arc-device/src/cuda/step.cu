@@ -114,7 +114,8 @@ extern "C" __global__ void __launch_bounds__(1024) step_begin(StepView v, uint32
     uint32_t* first = words;
     uint32_t* bad = words + v.n_slots;
     uint32_t* last = words + 2 * v.n_slots;
-    __shared__ uint32_t begun, warp_heads[32], warp_live[32];
+    __shared__ uint64_t begun;
+    __shared__ uint32_t warp_heads[32], warp_live[32];
     pdl_launch();
     pdl_wait();
     const uint32_t tid = threadIdx.x, n = blockDim.x;
@@ -164,7 +165,8 @@ extern "C" __global__ void __launch_bounds__(1024) step_begin(StepView v, uint32
         if (!ok || block >= v.n_blocks) {
             atomicMin(bad + info.slot, r);
         } else {
-            const uint64_t claim = uint64_t(begun) << 32 | (0xffffffffu - r);
+            // Of the latest step the first row: that number does not come again in 2^48 steps.
+            const uint64_t claim = begun << kRowBits | (kMostRows - 1 - r);
             atomicMax(reinterpret_cast<unsigned long long*>(v.writers + block), (unsigned long long)claim);
         }
     }
@@ -173,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(1024) step_begin(StepView v, uint32
         const RowInfo info = v.infos[r];
         if (!info.live || r >= bad[info.slot]) continue;
         const uint32_t block = v.blocks[size_t(info.slot) * v.max_blocks + info.pos / kBlockTokens];
-        const uint32_t writer = 0xffffffffu - uint32_t(v.writers[block]);
+        const uint32_t writer = kMostRows - 1 - uint32_t(v.writers[block] % kMostRows);
         if (v.infos[writer].slot != info.slot) atomicMin(bad + info.slot, r);
     }
     __syncthreads();
