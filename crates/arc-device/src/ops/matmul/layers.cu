@@ -13,9 +13,9 @@
 //   down       W_down of the units' int8, added to the residual
 //
 // A place that blocks send to may be written over: who sends there has what its receivers sent when they were done with it. So
-// every block sends something of the residual and of the units. A block is done when it has what the others sent last: nobody sends to one that
-// has ended. Barriers are waited for as those of a block's own: an acquire of the cluster's would drop all of L1, and what is sent
-// comes with the barrier's count.
+// every block sends something of the residual and of the units. A block is done when it has what the others sent last: nobody sends
+// to one that has ended. Barriers are waited for as those of a block's own: an acquire of the cluster's would drop all of L1, and what
+// is sent comes with the barrier's count.
 //
 // Rows of one sequence see each other's keys and values: who appends some that another cluster looks for says so in `appended`, and
 // that one asks for a layer's keys when it has seen all of them, rather than ahead. It waits for rows before its own alone, and all
@@ -64,8 +64,8 @@ struct Layers {
     uint32_t n_layers, adjacent;
     uint32_t first_row, first_layer;  // of this launch
     // In shared memory: the residual before and after the attention; int8 of a norm, of the heads and of the units; queries,
-    // key and value of a key head; angles; sums of heads and units, then an attention's weights; sums of the other products; parts to
-    // merge; weights; keys and values.
+    // key and value of a key head; angles; sums of heads and units, then an attention's weights; sums of the other products;
+    // parts to merge; weights; keys and values.
     uint32_t x_at, middle_at, codes_at, heads_at, units_at, qkv_at, angles_at, sums_at, rows_at, parts_at, weights_at, kv_at;
 };
 static_assert(sizeof(Layers) == 2400);
@@ -126,8 +126,13 @@ struct Weights {
         const uint4 codes = load16(tile + b * kBlockBytes + 16 * lane);
         const uint32_t dm = load4(tile + b * kBlockBytes + 512 + 4 * lane);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) low[i] = word(codes, i) & 0x0f0f0f0fu, high[i] = word(codes, i) >> 4 & 0x0f0f0f0fu;
+        for (int i = 0; i < 4; ++i) low[i] = word(codes, i), high[i] = word(codes, i) >> 4;
         d = low_half(dm), m = high_half(dm);
+    }
+    // Nibbles apart.
+    __device__ __forceinline__ void part() {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) low[i] &= 0x0f0f0f0fu, high[i] &= 0x0f0f0f0fu;
     }
     // `codes`: of this block; `scale` has the scale of the int8 and their sum.
     __device__ __forceinline__ void add(const uint8_t* codes, float2 scale, float& acc) const {
@@ -155,7 +160,8 @@ __device__ __forceinline__ void fold_first(float* v) {
 // The sum over a warp, by halvings of 16 to 1 lanes. Two of them at a time: what a partner would have added is asked for beside it.
 __device__ __forceinline__ float sum_lanes(float v) {
     auto two = [&](int half) {
-        const float a = __shfl_xor_sync(~0u, v, half), b = __shfl_xor_sync(~0u, v, half / 2), c = __shfl_xor_sync(~0u, v, half + half / 2);
+        const float a = __shfl_xor_sync(~0u, v, half), b = __shfl_xor_sync(~0u, v, half / 2);
+        const float c = __shfl_xor_sync(~0u, v, half + half / 2);
         v = __fadd_rn(__fadd_rn(v, a), __fadd_rn(b, c));
     };
     two(16), two(4);
@@ -249,8 +255,6 @@ struct Decoder {
     static_assert(kRowGroups[0] >= kBlocks && kRowGroups[1] >= kBlocks && FFN / 32 >= kBlocks);
     static_assert(fits(kHidden, 2 * kHeadsEach << kHidden.log_c) && fits(kHidden, 2 * most(FFN / 32) << kHidden.log_c));
     static_assert(fits(kHeadsCut, most(kRowGroups[0])) && fits(kFfn, most(kRowGroups[1])));
-    // Sums of a row, which lie the rows of a group apart.
-    static_assert(kHeadsCut.slices <= 6 && kFfn.slices <= 6);
 
     const Layers& p;
     const StepView& view;
@@ -287,29 +291,28 @@ struct Decoder {
     static_assert(sizeof(Plan) == kPlanBytes);
     __device__ __forceinline__ Plan& plan() const { return *reinterpret_cast<Plan*>(smem + kPlanAt); }
 
-    // One thread, before anybody looks at them.
+    // One warp, before anybody looks at it: what the block has, a product a lane.
     __device__ __forceinline__ void prepare() const {
-#pragma unroll 1
-        for (uint32_t i = 0; i < kBars; ++i) barrier_init(bar(i));
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         constexpr uint32_t all = kAllHeads, each = kHeadsEach, wide = 1u << kHidden.log_c;  // groups of 32 rows
-        uint32_t at = p.weights_at;
-#pragma unroll 1
-        for (uint32_t of = 0; of < kProducts; ++of) {
-            const Cut cut = cut_of(of);
-            uint32_t first, end;
-            if (of == kHeads) {
-                first = min(rank * each, all) * 2 * wide, end = min((rank + 1) * each, all) * 2 * wide;
-            } else if (of == kUnits) {
-                first = share(kFfn.cols / 32, rank, false) * wide, end = share(kFfn.cols / 32, rank + 1, false) * wide;
-            } else {
-                const uint32_t groups = kHidden.cols / cut.group_rows();
-                first = share(groups, rank, of == kDown), end = share(groups, rank + 1, of == kDown);
-            }
-            const uint32_t groups = (end - first) << (of == kUnits), bytes = groups * cut.group_bytes(Q4_1);
-            own(of) = Own{at, groups, first, bytes};
-            at += bytes;
+        const uint32_t of = lane % kProducts;
+        const Cut cut = cut_of(of);
+        uint32_t first, end;
+        if (of == kHeads) {
+            first = min(rank * each, all) * 2 * wide, end = min((rank + 1) * each, all) * 2 * wide;
+        } else if (of == kUnits) {
+            first = share(kFfn.cols / 32, rank, false) * wide, end = share(kFfn.cols / 32, rank + 1, false) * wide;
+        } else {
+            const uint32_t groups = kHidden.cols / cut.group_rows();
+            first = share(groups, rank, of == kDown), end = share(groups, rank + 1, of == kDown);
         }
+        const uint32_t groups = (end - first) << (of == kUnits), bytes = groups * cut.group_bytes(Q4_1);
+        uint32_t at = p.weights_at;
+#pragma unroll
+        for (uint32_t i = 0; i + 1 < kProducts; ++i) {
+            const uint32_t before = __shfl_sync(~0u, bytes, i);
+            if (i < of) at += before;
+        }
+        if (lane < kProducts) own(of) = Own{at, groups, first, bytes};
     }
 
     // Tile t of group g of a block's own, as a word: its place over 16, blocks of a lane, the place of its sums, and t + 1.
@@ -477,6 +480,13 @@ struct Decoder {
 #pragma unroll
         for (uint32_t b = 0; b < 8; ++b) w[b].load(tile_of(word), b, lane);
         const Inputs in = inputs_of(of, word);
+        // Once, for 8 blocks. A loop, since what stands in one is not moved behind the wait.
+        uint32_t blocks = word >> 14 & 15;
+#pragma unroll 1
+        do {
+#pragma unroll
+            for (uint32_t b = 0; b < 8; ++b) w[b].part();
+        } while ((blocks -= 8) != 0);
         ready();
         float acc = 0.0f;
 #pragma unroll
@@ -495,64 +505,125 @@ struct Decoder {
         for (uint32_t b = 0; b < (word >> 14 & 15); ++b) {
             Weights w;
             w.load(tile_of(word), b, lane);
+            w.part();
             w.add(in.codes + 32 * b, in.scales[b], acc);
         }
         *in.sum = acc;
     }
 
-    // The sum of row n of the block's by the residual, from group `from` on.
-    __device__ __forceinline__ float row(uint32_t from, uint32_t n) const {
+    // Where the sums of row n of the block's by the residual are, from group `from` on, and the sum of them.
+    __device__ __forceinline__ uint32_t row_at(uint32_t from, uint32_t n) const {
         constexpr Cut cut = kHidden;
         const uint32_t rows = cut.group_rows();
-        const float* at = floats(p.sums_at) + (from + n / rows) * cut.tiles() * kLanes + n % rows;
-        float sum = 0.0f;
+        return p.sums_at + 4 * ((from + n / rows) * cut.tiles() * kLanes + n % rows);
+    }
+    __device__ __forceinline__ float row(uint32_t at) const {
+        constexpr uint32_t slices = kHidden.slices, rows = kLanes >> kHidden.log_c;
+        float v[slices], sum = 0.0f;
 #pragma unroll
-        for (uint32_t i = 0; i < cut.slices; ++i) sum = __fadd_rn(sum, at[i * rows]);
+        for (uint32_t i = 0; i < slices; ++i) v[i] = *floats(at + 4 * i * rows);
+#pragma unroll
+        for (uint32_t i = 0; i < slices; ++i) sum = __fadd_rn(sum, v[i]);
         return sum;
     }
 
-    // Adds the block's rows to the residual, four a lane: to all blocks, or to memory.
-    __device__ __forceinline__ void add_rows(uint32_t of, const Own& mine, float* out) const {
-        const bool behind = of == kOut;
+    // Where a lane has four of the block's rows of a product that the residual takes: sums, and the residual's. None: `kNone`.
+    struct Rows {
+        uint32_t sums, x;
+    };
+    __device__ __forceinline__ Rows rows_of(uint32_t of) const {
+        const Own mine = own(of);
         const Cut cut = cut_of(of);
-        const uint32_t rows = cut.group_rows(), slices = cut.slices;
-        const uint32_t n = 32 * warp + 4 * (lane & 7), k = mine.first * rows + n;
-        if (n >= mine.groups * rows) return;
-        const uint32_t from = behind ? p.x_at : p.middle_at, to = behind ? p.middle_at : p.x_at;
-        const float* at = floats(p.rows_at) + (n & ~(rows - 1)) * slices + (n & rows - 1);
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        const uint32_t rows = cut.group_rows(), n = 32 * warp + 4 * (lane & 7);
+        if (n >= mine.groups * rows) return Rows{0, kNone};
+        return Rows{p.rows_at + 4 * ((n & ~(rows - 1)) * cut.slices + (n & rows - 1)), 4 * (mine.first * rows + n)};
+    }
+    template <typename CutOf>
+    static __device__ __forceinline__ float4 add_slices(const uint8_t* at, CutOf) {
+        float4 v[CutOf::slices], sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-        for (uint32_t i = 0; i < 6; ++i) {
-            if (i < slices) sum = add4(sum, *reinterpret_cast<const float4*>(at + i * rows));
+        for (uint32_t i = 0; i < CutOf::slices; ++i) v[i] = *reinterpret_cast<const float4*>(at + 4 * i * CutOf::rows);
+#pragma unroll
+        for (uint32_t i = 0; i < CutOf::slices; ++i) sum = add4(sum, v[i]);
+        return sum;
+    }
+    struct OutCut {
+        static constexpr uint32_t slices = kHeadsCut.slices, rows = kLanes >> kHeadsCut.log_c;
+    };
+    struct DownCut {
+        static constexpr uint32_t slices = kFfn.slices, rows = kLanes >> kFfn.log_c;
+    };
+    // Adds the block's rows to the residual: to all blocks, or to memory.
+    __device__ __forceinline__ void add_rows(bool behind, uint32_t sums, uint32_t k, float* out) const {
+        if (k == kNone) return;
+        const uint32_t from = behind ? p.x_at : p.middle_at, to = behind ? p.middle_at : p.x_at;
+        const float4 x = *reinterpret_cast<const float4*>(smem + from + k);
+        float4 sum;
+        if (behind) {
+            sum = add_slices(smem + sums, OutCut{});
+        } else {
+            sum = add_slices(smem + sums, DownCut{});
         }
-        sum = add4(*reinterpret_cast<const float4*>(floats(from) + k), sum);
+        sum = add4(x, sum);
         if (out != nullptr) {
-            if (lane < 8) *reinterpret_cast<float4*>(out + k) = sum;
+            if (lane < 8) *reinterpret_cast<float4*>(reinterpret_cast<uint8_t*>(out) + k) = sum;
             return;
         }
+        const uint32_t landing = 8 * (kSent + (behind ? kUnits : kHeads));
 #pragma unroll
         for (uint32_t i = 0; i < kBlocks; i += 4) {
             const uint32_t there = in_block(smem, i + lane / 8);
-            send(there + to + 4 * k, there + 8 * (kSent + (behind ? kUnits : kHeads)), sum.x, sum.y, sum.z, sum.w);
+            send(there + to + k, there + landing, sum.x, sum.y, sum.z, sum.w);
         }
     }
 
-    // A head by a warp, two values a lane: turned, appended, and sent to the blocks that attend. `layers`: so many are appended then.
-    __device__ __forceinline__ void leave_head(const Layer& layer, const Plan& plan, uint32_t layers) const {
+    // A warp's chunk of 32 units.
+    struct Gate {
+        uint32_t chunk, sums, up;
+    };
+    __device__ __forceinline__ Gate gate_of() const {
+        const Own mine = own(kUnits);
+        if (warp >= mine.groups >> (kHidden.log_c + 1)) return Gate{kNone, 0, 0};
+        const uint32_t n = 32 * warp + lane;
+        return Gate{(mine.first >> kHidden.log_c) + warp, row_at(0, n), row_at(mine.groups / 2, n)};
+    }
+
+    // A warp's head of queries, keys or values.
+    struct Head {
+        uint32_t kind;        // 0 of queries, 1 of keys, 2 of values; `kNone`: no head
+        uint32_t kv_head;
+        uint32_t sums[2];     // where a lane's two values are
+        uint32_t to;          // goes to this place of the blocks `first`, `first + step` and so on below `end`
+        uint32_t first, step, end;
+    };
+    __device__ __forceinline__ Head head_of() const {
         const Own mine = own(kHeads);
         const uint32_t wide = 2u << kHidden.log_c;
-        if (warp >= mine.groups / wide) return;
-        const uint32_t head = mine.first / wide + warp, keys = HEADS, values = HEADS + KV_HEADS;
+        if (warp >= mine.groups / wide) return Head{kNone};
+        const Spread spread = plan().spread;
+        const uint32_t head = mine.first / wide + warp, kind = head < HEADS ? 0 : head < HEADS + KV_HEADS ? 1 : 2;
+        const uint32_t kv_head = kind == 0 ? head / GROUP : (head - HEADS) % KV_HEADS;
+        const uint32_t part = kind == 0 ? head % GROUP / spread.each : 0;
+        const uint32_t place = kind == 0 ? head % GROUP - part * spread.each : GROUP - 1 + kind;
         const uint32_t i = p.adjacent ? 2 * lane : lane, j = p.adjacent ? 2 * lane + 1 : lane + kHeadDim / 2;
-        float a = row(warp * wide, i), b = row(warp * wide, j);
-        if (head < values) {
+        const uint32_t step = KV_HEADS * (kind == 0 ? spread.parts : 1);
+        return Head{kind, kv_head, {row_at(warp * wide, i), row_at(warp * wide, j)}, p.qkv_at + place * (4 * kHeadDim) + 8 * lane,
+                    kv_head + part * KV_HEADS, step, kv_head + spread.attending * KV_HEADS};
+    }
+    // A head by a warp, two values a lane: turned, appended, and sent to the blocks that attend. `layers`: so many are appended
+    // then.
+    __device__ __forceinline__ void leave_head(const Layer& layer, const Head& head, uint32_t layers) const {
+        if (head.kind == kNone) return;
+        float a = row(head.sums[0]), b = row(head.sums[1]);
+        if (head.kind != 2) {
             const float2 angle = reinterpret_cast<const float2*>(smem + p.angles_at)[lane];
             turn(a, b, angle.x, angle.y);
         }
-        const bool query = head < keys;
-        const uint32_t kv_head = query ? head / GROUP : head < values ? head - keys : head - values;
-        const uint16_t stored[2] = {f16_bits(a), f16_bits(b)};
-        if (!query) a = __half2float(__ushort_as_half(stored[0])), b = __half2float(__ushort_as_half(stored[1]));
+        uint16_t stored[2] = {0, 0};
+        if (head.kind != 0) {
+            stored[0] = f16_bits(a), stored[1] = f16_bits(b);
+            a = __half2float(__ushort_as_half(stored[0])), b = __half2float(__ushort_as_half(stored[1]));
+        }
         if (!p.adjacent) {
             // Values 2 lane and 2 lane + 1.
             const uint32_t from = 2 * (lane & 15);
@@ -560,32 +631,30 @@ struct Decoder {
             const float b0 = __shfl_sync(~0u, b, from), b1 = __shfl_sync(~0u, b, from + 1);
             a = lane < 16 ? a0 : b0, b = lane < 16 ? a1 : b1;
         }
-        const Spread spread = plan.spread;
-        const uint32_t part = head % GROUP / spread.each;
-        const uint32_t place = query ? head % GROUP - part * spread.each : head < values ? GROUP : GROUP + 1;
-        const uint32_t step = query ? spread.parts : 1, to = p.qkv_at + place * (4 * kHeadDim) + 8 * lane;
 #pragma unroll 1
-        for (uint32_t r = query ? part : 0; r < spread.attending; r += step) {
-            const uint32_t there = in_block(smem, kv_head + r * KV_HEADS);
-            send(there + to, there + 8 * kSentHeads, a, b);
+        for (uint32_t other = head.first; other < head.end; other += head.step) {
+            const uint32_t there = in_block(smem, other);
+            send(there + head.to, there + 8 * kSentHeads, a, b);
         }
-        if (query) return;
-        const size_t tile = ((size_t)plan.block * KV_HEADS + kv_head) * kHeadDim * kBlockTokens;
-        const uint32_t place_in_block = plan.pos % kBlockTokens;
-        uint16_t* pool = reinterpret_cast<uint16_t*>(head < values ? layer.k : layer.v) + tile;
-        const uint32_t over = head < values ? kBlockTokens : 1, at = head < values ? place_in_block : place_in_block * kHeadDim;
-        pool[i * over + at] = stored[0], pool[j * over + at] = stored[1];
+        if (head.kind == 0) return;
+        const Plan& plan = this->plan();
+        const bool keys = head.kind == 1;
+        const uint32_t i = p.adjacent ? 2 * lane : lane, j = p.adjacent ? 2 * lane + 1 : lane + kHeadDim / 2;
+        const size_t tile = ((size_t)plan.block * KV_HEADS + head.kv_head) * kHeadDim * kBlockTokens;
+        const uint32_t place = plan.pos % kBlockTokens, step = keys ? kBlockTokens : 1, at = keys ? place : place * kHeadDim;
+        uint16_t* pool = reinterpret_cast<uint16_t*>(keys ? layer.k : layer.v) + tile;
+        pool[i * step + at] = stored[0], pool[j * step + at] = stored[1];
         if (!ROWS || plan.ahead == 0) return;
         __syncwarp();
         if (lane == 0) {
-            asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(appended(row_idx, kv_head, head >= values)),
+            asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(appended(row_idx, head.kv_head, !keys)),
                          "l"((uint64_t)view.progress->begun << 32 | layers)
                          : "memory");
         }
     }
 
-    // Attention of a split to `heads` of the heads that share a key head. `parity`, `sent`: of the waits for keys and for queries. Warp w
-    // leaves value w * 32 + lane of those heads: the sum of values, the weights' sum and the largest score.
+    // Attention of a split to `heads` of the heads that share a key head. `parity`, `sent`: of the waits for keys and for queries.
+    // Warp w leaves value w * 32 + lane of those heads: the sum of values, the weights' sum and the largest score.
     struct Attended {
         float o, l, m;
     };
@@ -614,13 +683,19 @@ struct Decoder {
             barrier_wait(bar(kSentHeads), sent);
             const float2 two = *reinterpret_cast<const float2*>(fresh + kHeadDim + 2 * lane);
             reinterpret_cast<uint32_t*>(patched)[lane] = f16_bits(two.x) | (uint32_t)f16_bits(two.y) << 16;
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         }
         if (has) {
             float key[kHeadDim];
             const uint16_t* keys = k_tiles + tile * kHeadDim * kBlockTokens + lane;
 #pragma unroll
-            for (uint32_t d = 0; d < kHeadDim; ++d) key[d] = __half2float(__ushort_as_half(keys[d * kBlockTokens]));
+            for (uint32_t d = 0; d < kHeadDim; ++d) key[d] = __uint_as_float(keys[d * kBlockTokens]);
+            // Once: as in `multiply`.
+            uint32_t once = p.n_layers != 0;
+#pragma unroll 1
+            do {
+#pragma unroll
+                for (uint32_t d = 0; d < kHeadDim; ++d) key[d] = __half2float(__ushort_as_half((uint16_t)__float_as_uint(key[d])));
+            } while (--once != 0);
             barrier_wait(bar(kSentHeads), sent);
             if (owns_last && lane == place_in_block) {
 #pragma unroll
@@ -663,6 +738,8 @@ struct Decoder {
             }
         }
         __syncthreads();
+        // Before the next values come to where these were patched.
+        if (owns_last && first == 1) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         Attended of{0.0f, 0.0f, -ARC_INF};
         if (warp >= 2 * heads) return of;
         // Two warps have a head, a lane a value of it; 16 keys are on their way while others are added.
@@ -745,15 +822,16 @@ struct Decoder {
 
     __device__ __forceinline__ void run() const {
         Marks(kMarkLayers, 0).keep(kept());
-        if (threadIdx.x == 0) prepare();
+        if (threadIdx.x < kBars) {
+            barrier_init(bar(threadIdx.x));
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        }
+        if (warp == kAsks) prepare();
         pdl_launch();
         __syncthreads();
         cluster_arrive_relaxed();
         const bool asks = threadIdx.x == 32 * kAsks, makes = warp >= kFirstMaker;
-        if (asks) {
-#pragma unroll 1
-            for (uint32_t of = 0; of < kProducts; ++of) ask(p.layers[0], of);
-        }
+        if (warp == kAsks && lane < kProducts) ask(p.layers[0], lane);
         __syncwarp();
         // Before a block sends to another, that one must run.
         cluster_wait();
@@ -781,7 +859,8 @@ struct Decoder {
             const bool attends = head_place() < spread.attending;
             const uint32_t split = head_place() / spread.parts, over = max(kPerHead / spread.parts, 1u);
             const uint32_t chunk = (rank % KV_HEADS * GROUP + head_place() % spread.parts * spread.each) * 2;
-            plan() = Plan{info.pos, info.ahead, blocks[info.pos / kBlockTokens], splits, spread, split, over, attends ? spread.heads(head_place()) : 0, chunk};
+            const uint32_t heads = attends ? spread.heads(head_place()) : 0;
+            plan() = Plan{info.pos, info.ahead, blocks[info.pos / kBlockTokens], splits, spread, split, over, heads, chunk};
         }
         const bool asks_keys = head_place() < spread.attending && warp == kAsks;
         const uint32_t kv_block = asks_keys ? block_of(blocks, head_place() / spread.parts, kv_tiles) : 0;
@@ -790,13 +869,15 @@ struct Decoder {
         if (asks_keys && behind == 0) ask_keys(p.layers[0], head_place() / spread.parts, kv_tiles, kv_block);
         copies_landed();
         __syncthreads();
-        if (asks) {
-#pragma unroll 1
-            for (uint32_t of = 0; of < kProducts; ++of) count(of);
-            count_heads();
+        if (warp == kAsks) {
+            if (lane < kProducts) count(lane);
+            if (lane == kProducts) count_heads();
         }
         list();
         __syncwarp();
+        const Rows of_out = rows_of(kOut), of_down = rows_of(kDown);
+        const Head head = head_of();
+        const Gate gate = gate_of();
         uint32_t turns = 0;
 #pragma unroll 1
         for (uint32_t l = 0; l < p.n_layers; ++l) {
@@ -807,7 +888,6 @@ struct Decoder {
 #pragma unroll 1
             for (uint32_t of = 0; of < kProducts; ++of) {
                 const bool normed = of == kHeads || of == kUnits;
-                const Own mine = own(of);
                 // The residual stands there at first: nothing has been waited for yet.
                 const uint32_t sent = of == kHeads ? parity ^ 1 : parity;
                 if (makes) {
@@ -855,7 +935,7 @@ struct Decoder {
                 uint32_t at = kFfn.cols;
                 if (of == kHeads) {
                     const Plan& plan = this->plan();
-                    leave_head(layer, plan, p.first_layer + l + 1);
+                    leave_head(layer, head, p.first_layer + l + 1);
                     if (ROWS && asks_keys && behind > 0) {
                         await_keys(behind, p.first_layer + l + 1);
                         ask_keys(layer, plan.split, kv_tiles, kv_block);
@@ -884,13 +964,11 @@ struct Decoder {
                         v = merge(kWarps - 1 - warp, splits, parity), at = rank + (kWarps - 1 - warp) * kBlocks;
                     }
                 } else if (of == kUnits) {
-                    if (warp < mine.groups >> (kHidden.log_c + 1)) {
-                        const uint32_t n = 32 * warp + lane;
-                        v = gated(kThenSilu, row(0, n), row(mine.groups / 2, n), 0.0f), at = (mine.first >> kHidden.log_c) + warp;
-                    }
+                    if (gate.chunk != kNone) v = gated(kThenSilu, row(gate.sums), row(gate.up), 0.0f), at = gate.chunk;
                 } else {
                     if (of == kOut && asks_keys && behind == 0 && !last) ask_keys(p.layers[l + 1], plan().split, kv_tiles, kv_block);
-                    add_rows(of, mine, of == kDown && last ? out : nullptr);
+                    const bool behind = of == kOut;
+                    add_rows(behind, behind ? of_out.sums : of_down.sums, behind ? of_out.x : of_down.x, !behind && last ? out : nullptr);
                 }
                 if (at != kFfn.cols) {
                     const bool units = of == kUnits;
@@ -904,18 +982,18 @@ struct Decoder {
 }  // namespace
 
 // Of SmolLM2-135M, one row and several. The warp's number comes from one lane, so that it is known to be that of all.
-#define ARC_LAYERS(NAME, ROWS)                                                                                                      \
-    extern "C" __global__ void __launch_bounds__(kThreads, 1)                                                                       \
-        arc_matmul_layers_##NAME(const __grid_constant__ Layers p, const __grid_constant__ StepView view) {                         \
-        extern __shared__ __align__(128) uint8_t smem[];                                                                            \
-        /* Held in a register, rather than made again wherever it is used. */                                                       \
-        uint32_t base = shared_at(smem);                                                                                            \
-        asm volatile("" : "+r"(base));                                                                                              \
-        uint8_t* here = static_cast<uint8_t*>(__cvta_shared_to_generic(base));                                                      \
-        const uint32_t row = ROWS ? p.first_row + blockIdx.x / kBlocks : 0, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);           \
-        uint32_t lane = threadIdx.x & 31;                                                                                           \
-        asm volatile("" : "+r"(lane));                                                                                             \
-        Decoder<576, 9, 3, 1536, ROWS>{p, view, here, row, cluster_rank(), warp, lane}.run();                                       \
+#define ARC_LAYERS(NAME, ROWS)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(kThreads, 1)                                                             \
+        arc_matmul_layers_##NAME(const __grid_constant__ Layers p, const __grid_constant__ StepView view) {               \
+        extern __shared__ __align__(128) uint8_t smem[];                                                                  \
+        /* Held in a register, rather than made again wherever it is used. */                                             \
+        uint32_t base = shared_at(smem);                                                                                  \
+        asm volatile("" : "+r"(base));                                                                                    \
+        uint8_t* here = static_cast<uint8_t*>(__cvta_shared_to_generic(base));                                            \
+        const uint32_t row = ROWS ? p.first_row + blockIdx.x / kBlocks : 0, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0); \
+        uint32_t lane = threadIdx.x & 31;                                                                                 \
+        asm volatile("" : "+r"(lane));                                                                                    \
+        Decoder<576, 9, 3, 1536, ROWS>{p, view, here, row, cluster_rank(), warp, lane}.run();                             \
     }
 ARC_LAYERS(576, true)
 ARC_LAYERS(576_one, false)
