@@ -41,7 +41,7 @@ pub fn cases(suite: &mut Suite) {
 
 /// A site, then the first products of attention, which read what it left. Of int8 weights exact, of floats near.
 fn inputs(suite: &mut Suite) {
-    for rows in [1, 2, 8, 9] {
+    for rows in [1, 2, 4, 8, 9] {
         for pool in [Format::F16, Format::Q8_0] {
             suite.case(&format!("chain/site and attention's inputs/{}/{rows} rows", pool.name()), |suite| {
                 let mut pair = suite.pair(limits(rows, 32));

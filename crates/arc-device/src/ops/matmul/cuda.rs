@@ -48,6 +48,14 @@ const GEMV: [[Kernel; 4]; 16] = [
     [kernel!("arc_matmul_gemv_fp8_1"), kernel!("arc_matmul_gemv_fp8_2"), kernel!("arc_matmul_gemv_fp8_4"), kernel!("arc_matmul_gemv_fp8_8")],
 ];
 
+/// Kernels of two products over few rows, of Q8_0 and of F16, by rows.
+const GEMV_TWO: [Kernel; 4] = [
+    kernel!("arc_matmul_gemv_q8_0_and_f16_1"),
+    kernel!("arc_matmul_gemv_q8_0_and_f16_2"),
+    kernel!("arc_matmul_gemv_q8_0_and_f16_4"),
+    kernel!("arc_matmul_gemv_q8_0_and_f16_8"),
+];
+
 /// Kernels over many rows of integer-coded weights, by format.
 #[rustfmt::skip]
 const MMA: [Option<Many>; 16] = [
@@ -281,7 +289,7 @@ impl Cuda {
         self.product_given(w, self.prepared(), out, rows)
     }
 
-    /// Two products of one row, of Q8_0 and of F16 weights, in one launch where that can be: their inputs are there, and each
+    /// Two products of few rows, of Q8_0 and of F16 weights, in one launch where that can be: their inputs are there, and each
     /// matrix is one segment after the other of one format.
     pub(crate) fn product_both(
         &mut self,
@@ -291,14 +299,23 @@ impl Cuda {
     ) -> Result<()> {
         let all =
             |w: &CudaMatrix, format| w.parts.len() <= MAX_SEGS && w.parts.iter().all(|part| part.format == format);
-        let fit = rows == 1 && all(a.0, Format::Q8_0) && all(b.0, Format::F16);
+        let fit = rows <= FEW_ROWS && all(a.0, Format::Q8_0) && all(b.0, Format::F16);
         let there = self.there(a.0, a.1, rows).zip(self.there(b.0, b.1, rows)).filter(|_| fit);
-        let Some((given_a, given_b)) = there else {
+        let both = there.and_then(|(given_a, given_b)| {
+            let one = self.product_args(a.0, &a.0.parts, given_a, a.2, rows);
+            let two = self.product_args(b.0, &b.0.parts, given_b, b.2, rows);
+            self.share_launch(one, two, rows)
+        });
+        let Some(held) = both else {
             self.product_of(a.0, a.1, a.2, rows)?;
             return self.product_of(b.0, b.1, b.2, rows);
         };
-        let mut one = self.product_args(a.0, &a.0.parts, given_a, a.2, rows);
-        let mut two = self.product_args(b.0, &b.0.parts, given_b, b.2, rows);
+        self.counters.weight_bytes += (a.0.bytes() + b.0.bytes()) as u64;
+        if rows == 1 { self.launch_or_hold(held) } else { self.launch_product_of(held) }
+    }
+
+    /// One launch of a product of Q8_0 and one of F16. `None` where the rows do not fit in shared memory.
+    fn share_launch(&self, mut one: Product, mut two: Product, rows: usize) -> Option<Held> {
         // So many blocks each that the one with the most bytes has as few as can be.
         let processors = self.multiprocessors();
         let load = |product: &Product, format, blocks: u32| {
@@ -306,14 +323,12 @@ impl Cuda {
         };
         let worst = |blocks: &u32| load(&one, Format::Q8_0, *blocks).max(load(&two, Format::F16, processors - blocks));
         let first = (1..processors).min_by_key(worst).expect("a device has several multiprocessors");
-        let shape = one.cut_blocks(1, Format::Q8_0, 1, false, first);
-        let other = two.cut_blocks(1, Format::F16, 1, false, processors - first);
-        let (shape, other) = shape.zip(other).expect("one row of a matrix fits");
-        self.counters.weight_bytes += (a.0.bytes() + b.0.bytes()) as u64;
+        let taken = plan::rows_taken(rows);
+        let shape = one.cut_blocks(taken, Format::Q8_0, 1, false, first)?;
+        let other = two.cut_blocks(taken, Format::F16, 1, false, processors - first)?;
         let grid = Grid::new(shape.blocks + other.blocks, shape.threads.max(other.threads));
         let grid = grid.shared(shape.shared.max(other.shared));
-        let kernel = kernel!("arc_matmul_gemv_q8_0_and_f16");
-        self.launch_or_hold(Held { kernel, grid, product: one, beside: Some((two, shape.blocks)) })
+        Some(Held { kernel: GEMV_TWO[taken.ilog2() as usize], grid, product: one, beside: Some((two, shape.blocks)) })
     }
 
     fn product_given(&mut self, w: &CudaMatrix, given: Given, out: Out, rows: usize) -> Result<()> {
