@@ -11,7 +11,7 @@ use crate::inputs::Rng;
 use crate::suite::{Pair, Suite, Verdict, limits, shape, stage_key};
 
 /// Row counts at which kernels, tiles and blocks change.
-const ROWS: [usize; 9] = [1, 2, 3, 7, 8, 9, 16, 64, 256];
+const ROWS: [usize; 10] = [1, 2, 3, 4, 7, 8, 9, 16, 64, 256];
 const EPS: f32 = 1e-5;
 
 /// Every format at every row count, alone and stacked, with everything that happens to an output.
@@ -58,9 +58,10 @@ pub fn cases(suite: &mut Suite) {
     suite.measure("matmul/256 rows", |suite| decode_rates(suite, 256));
 }
 
-fn shapes(format: Format) -> [(usize, usize); 4] {
-    // One tile a group and several, slices by four, two and one, and where a format allows it a short one.
-    [(35, 512), (40, 4096), (33, odd(format)), (1, 256)]
+fn shapes(format: Format) -> [(usize, usize); 5] {
+    // One tile a group and several, slices by four, two and one, and where a format allows it a short one; rows that are one chunk
+    // of a sum.
+    [(35, 512), (40, 4096), (33, odd(format)), (1, 256), (50, 1024)]
 }
 
 /// Columns that are an odd number of slices, the last a short one where the format allows it.

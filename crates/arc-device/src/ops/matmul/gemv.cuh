@@ -5,8 +5,8 @@
 // former kernel. Each lane computes its slice; the partial sums meet in shared memory, where slices are added in ascending
 // order.
 //
-// With a source, blocks make their inputs themselves (norm, rounding, int8), each all of them: for one or two rows that
-// costs less than a kernel that does it once.
+// With a source, blocks make their inputs themselves (norm, rounding, int8), each all of them: for one or two rows, and up to four
+// that are one chunk of a sum each, that costs less than a kernel that does it once.
 #pragma once
 
 #include "tiles.cuh"
@@ -89,6 +89,16 @@ struct Gemv {
         copies_landed();
     }
 
+    // Four values of row r, and what eight lanes have of their block, to shared memory.
+    __device__ __forceinline__ void keep_codes(uint32_t r, uint32_t k, const Quantised& made) const {
+        const uint32_t row = r * p.cut.slices;
+        *reinterpret_cast<uint32_t*>(smem + p.q_at + (row + k / 256) * 272 + k % 256) = made.q;
+        if (threadIdx.x % 8 == 0) {
+            reinterpret_cast<float*>(smem + p.d_at)[row * 8 + k / 32] = made.d;
+            reinterpret_cast<uint32_t*>(smem + p.sums_at)[row * 8 + k / 32] = made.sums;
+        }
+    }
+
     // Inputs to shared memory.
     struct Keep {
         const Gemv& to;
@@ -103,16 +113,11 @@ struct Gemv {
             } else {
                 Quantised out[kTogether];
                 quantise(v, out);
-                const uint32_t row = r * to.p.cut.slices;
 #pragma unroll
                 for (int n = 0; n < kTogether; ++n) {
                     const uint32_t here = k + n * step;
                     if (here >= cols) break;
-                    *reinterpret_cast<uint32_t*>(to.smem + to.p.q_at + (row + here / 256) * 272 + here % 256) = out[n].q;
-                    if (threadIdx.x % 8 == 0) {
-                        reinterpret_cast<float*>(to.smem + to.p.d_at)[row * 8 + here / 32] = out[n].d;
-                        reinterpret_cast<uint32_t*>(to.smem + to.p.sums_at)[row * 8 + here / 32] = out[n].sums;
-                    }
+                    to.keep_codes(r, here, out[n]);
                 }
             }
         }
@@ -130,11 +135,66 @@ struct Gemv {
     // Makes rows of inputs in shared memory.
     __device__ void make(uint32_t part, uint32_t row, uint32_t rows) const {
         const float* weight = source.weight != 0 ? reinterpret_cast<const float*>(smem + p.norm_at) : nullptr;
-        // Behind the row's barrier, everybody's part of the weights is there.
+        // Behind a barrier, everybody's part of the weights is there.
         copies_landed();
-        for (uint32_t r = 0; r < rows; ++r) {
-            prepare_row(source, source_row(source, input_row(part, row + r)), weight,
-                        reinterpret_cast<float*>(smem + p.squares_at) + r * (kMaxCols / kSumChunk), Keep{*this, r});
+        if constexpr (NR > 2) {
+            make_chunks(weight, part, row, rows);
+        } else if (weight != nullptr && p.cut.cols == kSumChunk && source.stride % 4 == 0) {
+            make_chunks(weight, part, row, rows);
+        } else {
+            for (uint32_t r = 0; r < rows; ++r) {
+                prepare_row(source, source_row(source, input_row(part, row + r)), weight,
+                            reinterpret_cast<float*>(smem + p.squares_at) + r * (kMaxCols / kSumChunk), Keep{*this, r});
+            }
+        }
+    }
+
+    // The same of rows behind a norm that are one chunk of a sum each: up to eight warps take the sums of squares of all rows by
+    // themselves, two rows at once, and have the same 128 values of each.
+    __device__ __forceinline__ void make_chunks(const float* weight, uint32_t part, uint32_t row, uint32_t rows) const {
+        constexpr uint32_t kParts = kSumChunk / 128;
+        constexpr int kAtOnce = NR < 2 ? NR : 2;
+        __syncthreads();
+        if (warp >= kParts) return;
+#pragma unroll 1
+        for (uint32_t first = 0; first < rows; first += kAtOnce) {
+            float v[kAtOnce][kParts][4], factor[kAtOnce];
+#pragma unroll
+            for (int r = 0; r < kAtOnce; ++r) {
+                const float* x = source_row(source, input_row(part, row + min(first + r, rows - 1)));
+#pragma unroll
+                for (int n = 0; n < (int)kParts; ++n) load_four(x, 128 * n + 4 * lane, kSumChunk, true, v[r][n]);
+            }
+#pragma unroll
+            for (int r = 0; r < kAtOnce; ++r) {
+                const float squares = chunk_square(v[r]);
+                factor[r] = norm_factor(kSumChunk, source.eps, &squares);
+            }
+#pragma unroll 1
+            for (uint32_t s = warp; s < kParts; s += blockDim.x >> 5) {
+                const uint32_t k = 128 * s + 4 * lane;
+                float x[kAtOnce][4];
+#pragma unroll
+                for (int r = 0; r < kAtOnce; ++r) {
+#pragma unroll
+                    for (int n = 0; n < (int)kParts; ++n) {
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) x[r][i] = n == 0 || n == (int)s ? v[r][n][i] : x[r][i];
+                    }
+                    norm_and_round(source, weight, k, factor[r], x[r]);
+                }
+                if constexpr (is_float(F)) {
+#pragma unroll
+                    for (int r = 0; r < kAtOnce; ++r) {
+                        *reinterpret_cast<float4*>(float_at(first + r, k)) = make_float4(x[r][0], x[r][1], x[r][2], x[r][3]);
+                    }
+                } else {
+                    Quantised out[kAtOnce];
+                    quantise(x, out);
+#pragma unroll
+                    for (int r = 0; r < kAtOnce; ++r) keep_codes(first + r, k, out[r]);
+                }
+            }
         }
     }
 
@@ -181,7 +241,7 @@ struct Gemv {
         };
         for (uint32_t i = 0; i < p.stages; ++i) ask();
         make_table<F>(smem + p.table_at);
-        if (NR <= 2 && source.x != 0) ask_norm();
+        if (NR <= 4 && source.x != 0) ask_norm();
         pdl_wait();
         marks.mark(2);
         if (p.late) pdl_launch();
@@ -196,7 +256,7 @@ struct Gemv {
             enter(at);
             if (at.part != staged) {
                 // Everybody has left the rows before: they passed the barrier of the last step.
-                if (NR <= 2 && source.x != 0) {
+                if (NR <= 4 && source.x != 0) {
                     make(at.part, row, rows);
                 } else {
                     stage(at.part, row, rows);

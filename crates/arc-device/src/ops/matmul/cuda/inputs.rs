@@ -1,11 +1,12 @@
 //! Inputs of products: rows of f32 as they are, or behind a norm and a rounding, or as int8; and who made them already.
 
 use super::matrix::CudaMatrix;
-use super::plan::{MAKES_ROWS, Prepare};
+use super::plan::{MAKES_CHUNKS, MAKES_ROWS, Prepare};
 use super::{FEW_ROWS, Workspace};
 use crate::Norm;
 use crate::cuda::{Arg, Cuda, CudaBuf, Grid, kernel};
 use crate::error::Result;
+use crate::math::SUM_CHUNK;
 use crate::ops::quant::Inputs;
 
 /// Widest row that a product's kernel norms by itself: it stands in shared memory.
@@ -229,7 +230,9 @@ impl Cuda {
             return Ok(given);
         }
         let from = from.for_matrix(w);
-        if makes_inputs(rows) && (from.norm.is_none() || w.cols <= MAKES_COLS) {
+        let chunks = from.norm.is_some() && w.cols == SUM_CHUNK && from.stride.is_multiple_of(4);
+        let makes = makes_inputs(rows) || rows <= MAKES_CHUNKS && chunks;
+        if makes && (from.norm.is_none() || w.cols <= MAKES_COLS) {
             return Ok(Given { making: Some(from), ..self.prepared() });
         }
         self.prepare(w.reads(), from, rows)?;

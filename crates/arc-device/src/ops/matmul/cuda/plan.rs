@@ -281,6 +281,8 @@ pub(crate) fn rows_taken(rows: usize) -> usize {
 
 /// Rows that a kernel may make the inputs of by itself.
 pub(crate) const MAKES_ROWS: usize = 2;
+/// The same where they stand behind a norm and are one chunk of a sum each.
+pub(crate) const MAKES_CHUNKS: usize = 4;
 /// Warps of a block, by kernel: as its launch bounds say.
 const WARPS: [u32; 4] = [16, 16, 12, 12];
 /// Warps of a block of one row, should its tiles want fewer: so many that the row comes in quickly.
