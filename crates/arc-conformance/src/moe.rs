@@ -378,6 +378,9 @@ pub fn cases(suite: &mut Suite) {
     cases.push(Case::new(4096, 512, 16, 6, 1));
     cases.push(Case::new(4096, 512, 16, 6, 5));
     cases.push(Case::new(2048, 256, 32, 6, 3));
+    // Blocks with the sums of more outputs than 32, of all rows.
+    cases.push(Case::new(5120, 512, 16, 6, 1));
+    cases.push(Case::new(5120, 512, 16, 6, 3));
     // One row among 256 experts has a kernel of its own.
     for (hidden, scores, chosen) in
         [(2048, Scores::Ties, 6), (4096, Scores::Wide, 6), (1024, Scores::Faulty, 6), (1024, Scores::Usual, 16)]

@@ -201,8 +201,9 @@ pub(crate) struct Workspace {
     inputs: Option<[InputBuffers; 2]>,
     /// Inputs that the kernel which left the rows has made of them too.
     ready: Option<Ready>,
-    /// The address of the last gated units of few rows' experts, and where they are as int8, by row and place.
-    units: Option<(u64, Codes)>,
+    /// The address of the last gated units of few rows' experts, where they are as int8, by row and place, and the address of the
+    /// shared expert's if these are there too, behind them.
+    units: Option<(u64, Codes, Option<u64>)>,
     /// Multiprocessors that the kernel before the next product has to its end.
     taken: u32,
     /// Whether products over few rows let their successor start only after their own wait.

@@ -42,14 +42,6 @@ constexpr uint32_t kDownAhead = 2 * kDownChunks;
 constexpr uint32_t kMostChunks = kMostShared + kUnitGroups * kMostEach + kUnitGroups + kDownChunks * kMostChosen;
 constexpr uint32_t kSharedTile = tile_bytes(Q8_0, kSlice), kUpTile = tile_bytes(IQ2_XXS, kSlice), kDownTile = tile_bytes(Q2_K, kSlice);
 
-// The two int16 of `sums` times the two highest bytes.
-__device__ __forceinline__ int dp2a_high(uint32_t sums, uint32_t bytes) {
-    int out;
-    asm("dp2a.hi.s32.s32 %0, %1, %2, 0;" : "=r"(out) : "r"(sums), "r"(bytes));
-    return out;
-}
-
-
 // What comes together, one after the other; `Chunk` of experts_row.rs.
 struct Chunk {
     uint32_t at;             // in the ring
@@ -290,42 +282,6 @@ struct OneRow {
         return acc[0];
     }
 
-    // A lane's slice of a tile of Q2_K: the sums of dot.cuh in fewer instructions. Two crumbs of a byte are four times too large
-    // where they stand, and dot products take scales out of their word.
-    __device__ __forceinline__ float dot_down(const uint8_t* tile, uint32_t slice, const uint8_t* q, const uint8_t* dx, const uint8_t* sums) const {
-        const uint8_t* wide = tile + 16 * lane;
-        const uint4 scales = load16(wide);
-        const uint32_t dm = load4(tile + 5 * 512 + 4 * lane);
-        const float d = low_half(dm), m = -high_half(dm);
-        float acc = 0.0f;
-#pragma unroll
-        for (int b = 0; b < 8; b += 4) {
-            const uint4 four_d = load16(dx + slice * 32 + 4 * b), four_sums = load16(sums + slice * 32 + 4 * b);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const uint4 v = load16(wide + (1 + (b + e) / 2) * 512);
-                const uint4* x = reinterpret_cast<const uint4*>(q + slice * 272 + 32 * (b + e));
-                int dots[2];
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const uint4 values = x[h];
-                    const uint32_t codes = word(v, 2 * (e % 2) + h), upper = codes >> 4;
-                    const int ones = __dp4a((int)(upper & 0x03030303u), (int)values.z, __dp4a((int)(codes & 0x03030303u), (int)values.x, 0));
-                    const int fours = __dp4a((int)(upper & 0x0c0c0c0cu), (int)values.w, __dp4a((int)(codes & 0x0c0c0c0cu), (int)values.y, 0));
-                    dots[h] = ones + (fours >> 2);
-                }
-                const uint32_t both = word(scales, (b + e) / 2), of_dots = both & 0x0f0f0f0fu, of_sums = both >> 4 & 0x0f0f0f0fu;
-                const uint32_t pair = __byte_perm((uint32_t)dots[0], (uint32_t)dots[1], 0x5410), sum = word(four_sums, e);
-                const int dot = e % 2 == 0 ? dp2a(pair, of_dots, 0) : dp2a_high(pair, of_dots);
-                const int least = e % 2 == 0 ? dp2a(sum, of_sums, 0) : dp2a_high(sum, of_sums);
-                const float scale = __uint_as_float(word(four_d, e));
-                acc = __fmaf_rn(__fmul_rn(d, scale), (float)dot, acc);
-                acc = __fmaf_rn(__fmul_rn(m, scale), (float)least, acc);
-            }
-        }
-        return acc;
-    }
-
     // Outputs of gate and up, of the k-th unit or of what the block has of the shared expert's, k = 0, and from them a unit.
     template <bool SHARED>
     __device__ __forceinline__ float make_unit(uint32_t k) const {
@@ -487,7 +443,7 @@ struct OneRow {
         for (uint32_t j = warp; j < kUnitGroups * p.each * tiles; j += kWarps, to += 2 * kWarps * kLanes) {
             const uint32_t group = j / tiles, t = j - group * tiles;
             const uint8_t* low = await(of_shared + group) + t * kUpTile;
-            const float2 both = dot_pair<IQ2_XXS, kLanes>(p.up, low, low + tiles * kUpTile, t, row);
+            const float2 both = dot_pair<IQ2_XXS>(p.up, low, low + tiles * kUpTile, t, row);
             to[0] = both.x, to[kLanes] = both.y;
             leave(of_shared + group, multiplied(1 + group / kUnitGroups));
         }
@@ -513,7 +469,7 @@ struct OneRow {
             } else {
                 const uint32_t in_chunk = tile % (kDownGroups * down_tiles), slice = (part - 1) * slices + p.down.slice_of(in_chunk % down_tiles, lane);
                 c = of_units + (turn < 2 ? 0 : kUnitGroups) + (part - 1) * kDownChunks + tile / (kDownGroups * down_tiles);
-                acc = dot_down(await(c) + in_chunk * kDownTile, slice, codes, scales, sums);
+                acc = dot_q2_k(await(c) + in_chunk * kDownTile, lane, slice, codes, scales, sums);
             }
             products[(part * of_expert + tile) * kLanes + lane] = acc;
             leave(c);

@@ -68,6 +68,7 @@ pub(crate) fn up(
         by_assignment: products(dev, cfg, rows),
         down: &w.down,
         next: Source::of(&ws.mid, cfg.ffn).rounded(cfg.inputs),
+        shared: (&w.shared_down, Source::of(&ws.shared, cfg.ffn).rounded(cfg.inputs)),
         all: due.map(|at| (router::cuda::gate(dev, ws, h, w, cfg, rows), all(w), at)),
     };
     if dev.experts_up(&w.up, from, &units, &to)? {

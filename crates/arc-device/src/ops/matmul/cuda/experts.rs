@@ -35,9 +35,11 @@ const EXPERTS: [Option<[Kernel; 2]>; 16] = [
 
 /// Warps of a block: fewer where the tiles of more have no room.
 const WARPS: [u32; 2] = [16, 8];
+/// Lanes of a warp: copies of the patterns of IQ2_XXS where gated units are made, and the most assignments of a block there.
+const LANES: u32 = 32;
 /// Outputs of a unit.
 const UNIT: u32 = 32;
-/// Shared memory of a block of gated units, unless it needs more: half of what there is, so that such a block and its
+/// Shared memory of a block of one row's gated units, unless it needs more: half of what there is, so that such a block and its
 /// weights can be there while the kernel before it runs. Measured.
 const UP_SHARED: u32 = 113 << 10;
 /// Tiles of a step whose partial sums a block keeps.
@@ -78,13 +80,13 @@ pub(crate) struct Experts {
     pub most_staged: u32,
     pub stages: u32,
     pub stage_bytes: u32,
-    pub shared_each: u32,
+    pub shared_tiles: u32,
     pub table_at: u32,
     pub q_at: u32,
     pub d_at: u32,
     pub sums_at: u32,
-    pub sums_of_at: u32,
     pub partials_at: u32,
+    pub shared_partials_at: u32,
     pub shared_ring_at: u32,
     pub ring_at: u32,
     pub pad: u32,
@@ -106,41 +108,48 @@ impl Experts {
         self.each = units.div_ceil(multiprocessors);
         self.at_once = (STEP_TILES / 2 / per_unit).clamp(1, self.each);
         self.most_staged = if self.rows == 1 { 1 } else { (self.each + units_of - 2) / units_of + 1 };
+        // A lane knows each of them.
+        if self.most_staged > LANES {
+            return None;
+        }
         let halves = if self.each > self.at_once { 2 } else { 1 };
         let room = Room {
             tile: 2 * tile_bytes(format, SLICE) as u32,
-            shared_tiles: 0,
             tiles: self.each * per_unit,
-            table: if format == Format::Iq2Xxs { 1 << 10 } else { 0 },
+            table: if format == Format::Iq2Xxs { LANES << 10 } else { 0 },
             partials: halves * self.at_once * 2 * per_unit,
-            sums: 0,
-            most: UP_SHARED,
+            shared_partials: 0,
+            most: if self.rows == 1 { UP_SHARED } else { MAX_SHARED },
         };
         self.place(units.div_ceil(self.each), &room)
     }
 
-    /// Cuts sums of experts into blocks. `None` where a block does not have the room.
+    /// Cuts sums of experts into blocks, which have all rows of their outputs where the shared expert's come along. `None` where a
+    /// block does not have the room.
     pub fn cut_down(&mut self, format: Format, multiprocessors: u32) -> Option<Shape> {
         let (tiles, wide) = (self.cut.tiles() as u32, self.cut.group_rows() as u32);
         self.unit_groups = UNIT / wide;
-        let of_expert = self.unit_groups * tiles;
-        let units = self.rows * (self.outputs / UNIT);
-        self.each = units.div_ceil(multiprocessors);
-        let blocks = units.div_ceil(self.each);
+        let (of_expert, units_of) = (self.unit_groups * tiles, self.outputs / UNIT);
+        let (units, shared) = (self.rows * units_of, u32::from(self.shared != 0));
+        self.each = match shared {
+            0 => units.div_ceil(multiprocessors),
+            _ => self.rows * units_of.div_ceil(multiprocessors),
+        };
         self.at_once = 1;
-        let shared = u32::from(self.shared != 0);
-        self.most_staged = self.chosen + shared;
+        self.shared_tiles = shared * of_expert;
+        // The next row's come while one is multiplied.
+        self.most_staged = self.chosen * self.rows.min(2) + shared * self.rows;
         let halves = if self.each > 1 { 2 } else { 1 };
+        let shared_halves = if self.each > self.rows { 2 } else { 1 };
         let room = Room {
             tile: tile_bytes(format, SLICE) as u32,
-            shared_tiles: shared * of_expert,
             tiles: self.each * self.chosen * of_expert,
             table: if format == Format::Iq2Xxs { 1 << 10 } else { 0 },
-            partials: halves * self.most_staged * of_expert,
-            sums: 4 * UNIT * self.most_staged,
+            partials: halves * self.chosen * of_expert,
+            shared_partials: shared_halves * shared * of_expert * self.rows,
             most: MAX_SHARED,
         };
-        self.place(blocks, &room)
+        self.place(units.div_ceil(self.each), &room)
     }
 
     /// Gives the parts of shared memory their places, and tiles in flight what is left.
@@ -150,20 +159,19 @@ impl Experts {
 
     fn place_for(&mut self, warps: u32, blocks: u32, room: &Room) -> Option<Shape> {
         self.stage_bytes = room.tile.next_multiple_of(128);
-        self.shared_each = room.shared_tiles.div_ceil(warps);
         let codes = self.most_staged * self.cut.slices;
-        let shared_ring = warps * self.shared_each * tile_bytes(Format::Q8_0, SLICE) as u32;
+        let shared_ring = self.shared_tiles * tile_bytes(Format::Q8_0, SLICE) as u32;
         let mut sized = |stages: u32| {
-            let mut places = Places::behind(warps * (stages + self.shared_each));
+            let mut places = Places::behind(self.shared_tiles + warps * stages);
             let mut place = |bytes| places.take(bytes);
             self.table_at = place(room.table);
             self.q_at = place(codes * 272);
             self.d_at = place(codes * 32);
             self.sums_at = place(codes * 32);
-            self.sums_of_at = place(room.sums);
             self.partials_at = place(room.partials * 128);
+            self.shared_partials_at = place(room.shared_partials * 128);
             self.shared_ring_at = places.rest();
-            self.ring_at = self.shared_ring_at + shared_ring;
+            self.ring_at = self.shared_ring_at + shared_ring.next_multiple_of(128);
             self.ring_at + warps * stages * self.stage_bytes
         };
         // Less than all that there is, unless nothing fits then.
@@ -179,16 +187,14 @@ impl Experts {
 struct Room {
     /// Bytes of what comes at once.
     tile: u32,
-    /// Tiles of the shared expert's matrix.
-    shared_tiles: u32,
     /// Times that something comes.
     tiles: u32,
     /// Bytes of the table of magnitudes.
     table: u32,
     /// Tiles whose partial sums are kept.
     partials: u32,
-    /// Bytes of sums.
-    sums: u32,
+    /// The same of the shared expert's.
+    shared_partials: u32,
     /// Bytes that are not exceeded without need: other kernels have weights on their way meanwhile.
     most: u32,
 }
@@ -204,6 +210,8 @@ pub(crate) struct Units<'a> {
     /// The matrix that reads them, and how they are rounded for it.
     pub down: &'a CudaMatrix,
     pub next: Source,
+    /// The shared expert's second matrix and its units, which are there: its sums may come along.
+    pub shared: (&'a CudaMatrix, Source),
     /// The gate, all matrices and where the shared expert's units go, where choice, all units and their sum are to be one launch.
     pub all: Option<(Gate, AllExperts<'a>, u64)>,
 }
@@ -246,7 +254,9 @@ impl Cuda {
         self.matmul.units = None;
         let Some(mut experts) = self.experts(w, to, 2)? else { return Ok(false) };
         let format = w.parts[0].format;
-        let Some(shape) = experts.cut_up(format, self.multiprocessors()) else { return Ok(false) };
+        // One block more makes the inputs of the shared expert's sums.
+        let processors = self.multiprocessors() - 1;
+        let Some(shape) = experts.cut_up(format, processors) else { return Ok(false) };
         let which = match self.matmul.ready(&from.for_matrix(w), to.rows) {
             Some(which) => which,
             None => {
@@ -264,13 +274,22 @@ impl Cuda {
         let as_it_is = next.inputs == Inputs::F32 && !units.down.reads().floats;
         let left = self.matmul.codes(if as_it_is { 1 - which } else { 0 });
         if as_it_is {
-            assert!(rows * cols <= self.matmul.inputs(1 - which).q.len(), "{rows} units of {cols} values");
+            let room = self.matmul.inputs(1 - which).q.len();
+            assert!(rows * cols <= room, "{rows} units of {cols} values");
             (experts.mid_q, experts.mid_d, experts.mid_sums) = (left.q, left.d, left.sums);
+            let (matrix, shared) = units.shared;
+            let alike = matrix.parts.len() == 1
+                && matrix.parts[0].format == Format::Q8_0
+                && (matrix.rows, matrix.cols) == (units.down.parts[0].rows, units.down.cols);
+            if alike && shared.for_matrix(matrix).as_it_is() && (rows + to.rows) * cols <= room {
+                experts.x = shared.x;
+            }
         } else {
             experts.mid_floats = units.by_assignment;
         }
         let [kernel, _] = EXPERTS[format as usize].expect("`experts` looked");
-        let grid = Grid::new(shape.blocks, shape.threads).shared(shape.shared);
+        let grid = Grid::new(shape.blocks + u32::from(experts.x != 0), shape.threads).shared(shape.shared);
+        let along = (experts.x != 0).then_some(experts.x);
         match units.all {
             Some((gate, all, at)) => {
                 let mut row = self.experts_row(&all, from, to)?.expect("`takes_all` looked");
@@ -285,12 +304,12 @@ impl Cuda {
         if !as_it_is {
             self.prepare(units.down.reads(), next, rows)?;
         }
-        self.matmul.units = Some((units.mid, left));
+        self.matmul.units = Some((units.mid, left, along));
         Ok(true)
     }
 
-    /// Sums of few rows' experts, of the units that the last [`experts_up`](Self::experts_up) left for `mid`. `shared`: the
-    /// shared expert's second matrix and its units, which may come along. Whether it did; `None` where nothing is done,
+    /// Sums of few rows' experts, of the units that the last [`experts_up`](Self::experts_up) left for `mid`. `shared`: what it was
+    /// told of the shared expert, whose sums may come along. Whether they did; `None` where nothing is done,
     /// since it cannot.
     pub(crate) fn experts_down(
         &mut self,
@@ -300,7 +319,7 @@ impl Cuda {
         mid: u64,
         to: &Assigned,
     ) -> Result<Option<bool>> {
-        let Some((_, codes)) = self.matmul.units.filter(|(of, _)| *of == mid) else { return Ok(None) };
+        let Some((_, codes, left)) = self.matmul.units.filter(|(of, ..)| *of == mid) else { return Ok(None) };
         if self.sum_held(w, shared, mid, out, to)? {
             return Ok(Some(true));
         }
@@ -308,15 +327,10 @@ impl Cuda {
         let (format, processors) = (w.parts[0].format, self.multiprocessors());
         (experts.q, experts.d, experts.sums, experts.out) = (codes.q, codes.d, codes.sums, out);
         let (matrix, units) = shared;
-        let part = matrix.parts[0];
-        let alike = matrix.parts.len() == 1
-            && part.format == Format::Q8_0
-            && (matrix.rows, matrix.cols) == (w.parts[0].rows, w.cols);
-        let mut along = None;
-        if alike && to.rows == 1 && units.for_matrix(matrix).inputs == Inputs::F32 {
-            let mut both = Experts { shared: part.at, x: units.x, ..experts };
-            along = both.cut_down(format, processors).map(|shape| (both, shape));
-        }
+        let along = left.filter(|left| *left == units.x).and_then(|_| {
+            let mut both = Experts { shared: matrix.parts[0].at, ..experts };
+            both.cut_down(format, processors).map(|shape| (both, shape))
+        });
         let comes = along.is_some();
         let alone = || experts.cut_down(format, processors).map(|shape| (experts, shape));
         let Some((experts, shape)) = along.or_else(alone) else { return Ok(None) };
