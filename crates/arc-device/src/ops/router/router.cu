@@ -27,18 +27,28 @@ __device__ __forceinline__ void choose_row(unsigned* ids, float* weights, Chosen
     else choose<kMaxExperts / 32>(ids, weights, found, scores, table, bias, experts, chosen, scale);
 }
 
+// A value that another kernel wrote, loaded where it stands: the next loads do not wait for what is done with it.
+__device__ __forceinline__ float4 load_now(const float4* at) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(at));
+    return v;
+}
+
 // One chunk of N rows, whose values come together, with one expert's; those past the last row are the last again.
 template <int N>
 __device__ __forceinline__ void dots(float* sums, int stride, const float4 (&w)[kChunkReads], const float* x,
                                      unsigned hidden, unsigned first, unsigned rows) {
     const int lane = threadIdx.x & 31;
-    float4 v[N];
+    float4 there[N][kChunkReads], v[N];
     float s[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         const float4* row = reinterpret_cast<const float4*>(x + (size_t)min(first + i, rows - 1) * hidden) + lane;
-        v[i] = fold_chunk4([&](int j) { return mul4(w[j], __ldcg(row + 32 * j)); });
+#pragma unroll
+        for (int j = 0; j < kChunkReads; ++j) there[i][j] = load_now(row + 32 * j);
     }
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] = fold_chunk4([&](int j) { return mul4(w[j], there[i][j]); });
     sum_lanes4(v, s);
     if (lane == 0) {
 #pragma unroll
@@ -77,8 +87,9 @@ __device__ __forceinline__ void router_few(unsigned* ids, float* weights, unsign
     if (t < CHUNKS) prefetch(h + t * kSumChunk);
     pdl_wait();
     const float* x = h + chunk * kSumChunk;
-    for (unsigned r = 0; r < rows; r += 2)
-        dots<2>(&sums[0][warp / CHUNKS][chunk], kExperts * CHUNKS, w, x, kHidden, r, rows);
+    float* to = &sums[0][warp / CHUNKS][chunk];
+    if (rows <= 2) dots<2>(to, kExperts * CHUNKS, w, x, kHidden, 0, rows);
+    for (unsigned r = 0; rows > 2 && r < rows; r += 4) dots<4>(to, kExperts * CHUNKS, w, x, kHidden, r, rows);
     __syncthreads();
     if (t < (int)rows * kExperts) {
         const unsigned r = t / kExperts, e = blockIdx.x * kExperts + t % kExperts;
