@@ -584,7 +584,8 @@ enum Blocks {
 fn blocks(tasks: usize, most_splits: usize, processors: usize) -> Blocks {
     let cluster = most_splits.next_power_of_two();
     match (processors / tasks).min(most_splits) {
-        _ if cluster <= MOST_CLUSTER && tasks * cluster <= processors => Blocks::Cluster(cluster),
+        // A cluster needs multiprocessors side by side, so not all of them can be counted on.
+        _ if cluster <= MOST_CLUSTER && tasks * cluster <= processors * 7 / 8 => Blocks::Cluster(cluster),
         // So few would gain less than it costs to merge.
         0..=2 => Blocks::Cluster(1),
         n => Blocks::Apart(n),
@@ -613,6 +614,7 @@ mod tests {
             [blocks(4, 8, 132), blocks(4, 2, 132), blocks(32, 8, 132), blocks(200, 8, 132)],
             [Blocks::Cluster(8), Blocks::Cluster(2), Blocks::Apart(4), Blocks::Cluster(1)]
         );
+        assert_eq!([blocks(12, 8, 132), blocks(16, 8, 132)], [Blocks::Cluster(8), Blocks::Apart(8)]);
         assert_eq!([blocks(1, 1, 132), blocks(4, 104, 132)], [Blocks::Cluster(1), Blocks::Apart(33)]);
     }
 
