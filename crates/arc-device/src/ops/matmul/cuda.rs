@@ -538,8 +538,8 @@ impl Cuda {
         }
         let (kernel, block) = match MMA[format as usize] {
             Some(many) => {
-                let [block, large, alone] =
-                    [(1, 2), (2, 2), (2, 4)].map(|(rows, stages)| Block::of_slices(format, many.warps, rows, stages));
+                let [block, large, alone] = [(1, 32, 2), (2, 32, 2), (4, 16, 4)]
+                    .map(|(along, each, stages)| Block::of_slices(format, [many.warps, along], each, stages));
                 match many.large {
                     Some([_, kernel]) if each > block.rows && fills(large) && blocks(large) <= processors => {
                         (kernel, alone)

@@ -7,7 +7,7 @@
 // of each of four outputs, decoded in registers.
 //
 //   mma_*_32, mma_*_64    a block is W warps along the outputs and one or two along the rows; slices one after the other
-//   mma_*_64_alone        the same with more slices on their way, where a multiprocessor has one block
+//   mma_*_64_alone        the same with more slices on their way and four warps along the rows, where a multiprocessor has one block
 //   mma_*_split_16, _32   a block is 32 outputs by so many rows, its warps take slices in turn: where the others would be
 //                         too few
 //
@@ -279,19 +279,25 @@ struct Bringer {
         if (last != nullptr) last += kLast + one;
     }
 
-    __device__ __forceinline__ void bring(uint8_t* to, const Cut& cut, uint32_t slice, uint32_t cols) const {
-        const uint32_t lane = threadIdx.x & 31, units = cols / unit_len(F);
+    // By PARTS warps, each so many of the units.
+    template <int PARTS = 1>
+    __device__ __forceinline__ void bring(uint8_t* to, const Cut& cut, uint32_t slice, uint32_t cols, uint32_t part = 0) const {
+        static_assert(kUnits % PARTS == 0);
+        const uint32_t lane = threadIdx.x & 31, units = cols / unit_len(F), first = part * (kUnits / PARTS);
         const uint32_t c = (slice & (cut.c() - 1)) << (5 - cut.log_c), at = cut.tile_at(F, slice >> cut.log_c);
         if (wide != nullptr) {
-            const uint8_t* from = wide + at + 16 * c;
+            const uint8_t* from = wide + at + 16 * c + first * kUnit;
+            uint8_t* to_first = to + first * kUnit + 16 * lane;
 #pragma unroll
-            for (int u = 0; u < kUnits; ++u) {
+            for (int u = 0; u < kUnits / PARTS; ++u) {
 #pragma unroll
                 for (int k = 0; k < kPlanes.n16; ++k) {
-                    if (u < units) copy16(to + u * kUnit + k * 512 + 16 * lane, from + u * kUnit + k * 512);
+                    if (first + u < units) copy16(to_first + u * kUnit + k * 512, from + u * kUnit + k * 512);
                 }
             }
         }
+        // What is left is little.
+        if (part != 0) return;
         if constexpr (kPlanes.n4 != 0) {
             if (fours != nullptr) {
                 const uint8_t* from = fours + at + 4 * c;
@@ -411,10 +417,10 @@ __device__ __forceinline__ bool begin(const Product& p, Tables& tables, uint8_t*
     return true;
 }
 
-// W warps along the outputs and WN along the rows, up to 32 rows each; so many slices stand in shared memory at once.
-template <uint32_t F, int W, int WN, int STAGES>
+// W warps along the outputs and WN along the rows, up to EACH rows each; so many slices stand in shared memory at once.
+template <uint32_t F, int W, int WN, int EACH, int STAGES>
 struct Mma {
-    static constexpr int BM = 32 * W, BN = 32 * WN;
+    static constexpr int BM = 32 * W, BN = EACH * WN;
     static constexpr int kThreads = 32 * W * WN;
     using X = Rows<F, BN, kThreads>;
 
@@ -438,14 +444,14 @@ struct Mma {
     __device__ void slices(const Tables<BM, BN>& tables, uint32_t tiles) const {
         const Bringer<F> weights(tables, [&](uint32_t i) { return output(i); });
         const X rows(p, tables.input, 8 * tiles, threadIdx.x);
-        const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x & 31, first = warp / W * 32;
+        const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x & 31, first = warp / W * EACH;
         const uint8_t* patterns = smem + kPatternsAt + 4 * lane;
         const auto cols = [&](uint32_t slice) { return p.cut.cols_of(slice); };
         const auto bring = [&](uint32_t slice) {
             if (slice < p.cut.slices) {
                 uint8_t* stage = smem + kStagesAt + slice % STAGES * kStage;
-                uint8_t *own = stage + warp * Coded<F>::kBytes, *x = stage + W * Coded<F>::kBytes;
-                if (WN == 1 || warp < W) weights.bring(own, p.cut, slice, cols(slice));
+                uint8_t *own = stage + warp % W * Coded<F>::kBytes, *x = stage + W * Coded<F>::kBytes;
+                weights.template bring<WN>(own, p.cut, slice, cols(slice), warp / W);
                 rows.bring(x, slice, cols(slice));
             }
             copies_commit();
@@ -485,13 +491,13 @@ struct Mma {
         Tables<BM, BN>& tables = *reinterpret_cast<Tables<BM, BN>*>(smem);
         uint32_t row, end;
         if (!begin<F, kThreads>(p, tables, smem + kPatternsAt, BN, row, end)) return;
-        const uint32_t tiles = (end - row + 7) / 8, before = threadIdx.x / (32 * W) * 4;
+        const uint32_t tiles = (end - row + 7) / 8, before = threadIdx.x / (32 * W) * (EACH / 8);
         switch (tiles <= before ? 0 : tiles - before) {
             case 0: slices<0>(tables, tiles); break;
             case 1: slices<1>(tables, tiles); break;
             case 2: slices<2>(tables, tiles); break;
-            case 3: slices<3>(tables, tiles); break;
-            default: slices<4>(tables, tiles);
+            case 3: slices<EACH == 16 ? 2 : 3>(tables, tiles); break;
+            default: slices<EACH / 8>(tables, tiles);
         }
         tables.store_all(p, row, end, reinterpret_cast<const float*>(smem + kStagesAt), kTotals);
     }
@@ -579,12 +585,13 @@ struct Split {
     }
 };
 
-#define ARC_MMA(NAME, FORMAT, W, WN, STAGES, BLOCKS, ROWS, NAMED)                                       \
+// EACH: rows of a warp.
+#define ARC_MMA(NAME, FORMAT, W, WN, EACH, STAGES, BLOCKS, ROWS, NAMED)                                 \
     extern "C" __global__ void __launch_bounds__(32 * W * WN, BLOCKS) arc_matmul_mma_##NAME##_##NAMED(   \
         const __grid_constant__ arc::Product p) {                                                       \
         extern __shared__ __align__(128) uint8_t smem[];                                                \
-        static_assert(arc::Mma<FORMAT, W, WN, STAGES>::BN == ROWS);                                     \
-        arc::Mma<FORMAT, W, WN, STAGES>{p, smem}.run();                                                 \
+        static_assert(arc::Mma<FORMAT, W, WN, EACH, STAGES>::BN == ROWS);                               \
+        arc::Mma<FORMAT, W, WN, EACH, STAGES>{p, smem}.run();                                           \
     }
 #define ARC_MMA_SPLIT_BY(NAME, FORMAT, W, BLOCKS, ROWS)                                                  \
     extern "C" __global__ void __launch_bounds__(32 * W, BLOCKS) arc_matmul_mma_##NAME##_split_##ROWS(   \
@@ -596,14 +603,13 @@ struct Split {
     ARC_MMA_SPLIT_BY(NAME, FORMAT, 4, 3, 16)    \
     ARC_MMA_SPLIT_BY(NAME, FORMAT, 4, 2, 32)
 #define ARC_MMA_HEAVY(NAME, FORMAT, BLOCKS)   \
-    ARC_MMA(NAME, FORMAT, 4, 1, 2, BLOCKS, 32, 32) \
+    ARC_MMA(NAME, FORMAT, 4, 1, 32, 2, BLOCKS, 32, 32) \
     ARC_MMA_SPLIT(NAME, FORMAT)
-// Where a block of 64 rows is alone on its multiprocessor, more slices are on their way, and registers keep products from waiting
-// for one another.
-#define ARC_MMA_LIGHT(NAME, FORMAT)                  \
-    ARC_MMA(NAME, FORMAT, 4, 1, 2, 3, 32, 32)        \
-    ARC_MMA(NAME, FORMAT, 4, 2, 2, 2, 64, 64)        \
-    ARC_MMA(NAME, FORMAT, 4, 2, 4, 1, 64, 64_alone)  \
+// Where a block of 64 rows is alone on its multiprocessor, more slices are on their way, and it has as many warps as two would have.
+#define ARC_MMA_LIGHT(NAME, FORMAT)                      \
+    ARC_MMA(NAME, FORMAT, 4, 1, 32, 2, 3, 32, 32)        \
+    ARC_MMA(NAME, FORMAT, 4, 2, 32, 2, 2, 64, 64)        \
+    ARC_MMA(NAME, FORMAT, 4, 4, 16, 4, 1, 64, 64_alone)  \
     ARC_MMA_SPLIT(NAME, FORMAT)
 
 }  // namespace arc

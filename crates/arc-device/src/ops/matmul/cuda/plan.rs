@@ -222,12 +222,12 @@ impl Block {
         Block { outputs, rows, threads: 256, shared: shared as u32 }
     }
 
-    /// `warps` along the outputs, `along_rows` along the rows, `stages` of slices: `Mma` of mma.cuh.
-    pub fn of_slices(format: Format, warps: usize, along_rows: usize, stages: usize) -> Block {
-        let (outputs, rows) = (32 * warps, 32 * along_rows);
+    /// `warps` along the outputs and along the rows, of which each has `rows`, `stages` of slices: `Mma` of mma.cuh.
+    pub fn of_slices(format: Format, [warps, along]: [usize; 2], rows: usize, stages: usize) -> Block {
+        let (outputs, rows) = (32 * warps, rows * along);
         let stages = stages * (warps * tile_bytes(format, SLICE) + Block::inputs(format, rows));
         let shared = Block::head(format, outputs, rows) + stages.max(4 * rows * (outputs + 4));
-        Block { outputs, rows, threads: (32 * warps * along_rows) as u32, shared: shared as u32 }
+        Block { outputs, rows, threads: (32 * warps * along) as u32, shared: shared as u32 }
     }
 
     /// Four warps that share the slices, `size` 1 or 2: `Split` of mma.cuh.
