@@ -97,12 +97,14 @@ struct Many {
     split: [Kernel; 2],
 }
 
-/// Kernels over many rows of float weights, in the order of [`MMA`]'s gaps: in blocks of 16 and of 32 rows.
-const FMA: [(Format, [Kernel; 2]); 4] = [
-    (Format::F32, [kernel!("arc_matmul_fma_f32_16"), kernel!("arc_matmul_fma_f32_32")]),
-    (Format::F16, [kernel!("arc_matmul_fma_f16_16"), kernel!("arc_matmul_fma_f16_32")]),
-    (Format::Bf16, [kernel!("arc_matmul_fma_bf16_16"), kernel!("arc_matmul_fma_bf16_32")]),
-    (Format::Fp8, [kernel!("arc_matmul_fma_fp8_16"), kernel!("arc_matmul_fma_fp8_32")]),
+/// Kernels over many rows of float weights, in the order of [`MMA`]'s gaps: in blocks of 32 outputs and 16 or 32 rows, and of 64
+/// and 32.
+#[rustfmt::skip]
+const FMA: [(Format, [Kernel; 3]); 4] = [
+    (Format::F32, [kernel!("arc_matmul_fma_f32_16"), kernel!("arc_matmul_fma_f32_32x32"), kernel!("arc_matmul_fma_f32_32")]),
+    (Format::F16, [kernel!("arc_matmul_fma_f16_16"), kernel!("arc_matmul_fma_f16_32x32"), kernel!("arc_matmul_fma_f16_32")]),
+    (Format::Bf16, [kernel!("arc_matmul_fma_bf16_16"), kernel!("arc_matmul_fma_bf16_32x32"), kernel!("arc_matmul_fma_bf16_32")]),
+    (Format::Fp8, [kernel!("arc_matmul_fma_fp8_16"), kernel!("arc_matmul_fma_fp8_32x32"), kernel!("arc_matmul_fma_fp8_32")]),
 ];
 /// Rows up to which weights meet whole rows; of more, a block takes weights and rows a slice at a time.
 pub(crate) const FEW_ROWS: usize = 8;
@@ -560,9 +562,17 @@ impl Cuda {
             }
             None => {
                 let found = FMA.iter().find(|(of, _)| *of == format);
-                let [few, many] = found.expect("every format is integer-coded or float").1;
-                let [block, large] = [1, 2].map(Block::of_floats);
-                if each > block.rows && fills(large) { (many, large) } else { (few, block) }
+                let [few, more, many] = found.expect("every format is integer-coded or float").1;
+                let [block, wide, large] = [(32, 16), (32, 32), (64, 32)].map(|(n, rows)| Block::of_floats(n, rows));
+                // Three of the wide blocks or two of the large, which take 1.2 times as long as these, fit a processor.
+                let turns = |block, at_once| blocks(block).div_ceil(at_once * processors);
+                if each <= block.rows || !fills(large) {
+                    (few, block)
+                } else if 5 * turns(wide, 3) < 6 * turns(large, 2) {
+                    (more, wide)
+                } else {
+                    (many, large)
+                }
             }
         };
         let down = of_all.div_ceil(block.outputs);

@@ -1,9 +1,9 @@
 // Products of float weights with many rows, in the order of those with few: every output is a chain of fused multiply-adds
 // inside a slice, so the bits are the same.
 //
-// A block of 8 warps computes 64 outputs of 32 rows, or 32 of 16 where there would be too few blocks. Warps take slices in
-// turn, each on its own: 32 columns at a time stand decoded in its part of shared memory, a lane multiplies 8 outputs by 8
-// rows, or 4 by 4. Then slices are added in order.
+// A block of 8 warps computes 64 outputs of 32 rows, or 32 of 32 or of 16 where there would be too few blocks. Warps take slices
+// in turn, each on its own: 32 columns at a time stand decoded in its part of shared memory, a lane multiplies 8 outputs by 8
+// rows, 4 by 8 or 4 by 4. Then slices are added in order.
 #pragma once
 
 #include "../../pdl.cuh"
@@ -233,6 +233,11 @@ struct Fma {
         const __grid_constant__ arc::Product p) {                                                                   \
         extern __shared__ __align__(16) uint8_t smem[];                                                             \
         arc::Fma<FORMAT, 64, 32>{p, *reinterpret_cast<arc::Fma<FORMAT, 64, 32>::Shared*>(smem)}.run();              \
+    }                                                                                                               \
+    extern "C" __global__ void __launch_bounds__(256, 3) arc_matmul_fma_##NAME##_32x32(                             \
+        const __grid_constant__ arc::Product p) {                                                                   \
+        extern __shared__ __align__(16) uint8_t smem[];                                                             \
+        arc::Fma<FORMAT, 32, 32>{p, *reinterpret_cast<arc::Fma<FORMAT, 32, 32>::Shared*>(smem)}.run();              \
     }                                                                                                               \
     extern "C" __global__ void __launch_bounds__(256, 4) arc_matmul_fma_##NAME##_16(                                \
         const __grid_constant__ arc::Product p) {                                                                   \

@@ -215,9 +215,8 @@ pub(crate) struct Block {
 }
 
 impl Block {
-    /// `size`: 1 or 2. `Fma` of fma.cuh.
-    pub fn of_floats(size: usize) -> Block {
-        let (outputs, rows) = (32 * size, 16 * size);
+    /// `Fma` of fma.cuh.
+    pub fn of_floats(outputs: usize, rows: usize) -> Block {
         let shared = Block::tables(outputs, rows) + 8 * 4 * 32 * (outputs + rows);
         Block { outputs, rows, threads: 256, shared: shared as u32 }
     }
