@@ -200,7 +200,7 @@ struct Grouped {
 
     // acc += one slice.
     template <int NT>
-    __device__ __forceinline__ void slice(const uint8_t* stage, float* scales, const uint8_t* patterns, uint32_t magnitudes,
+    __device__ __forceinline__ void slice(uint8_t* stage, float* scales, const uint8_t* patterns, uint32_t magnitudes,
                                           const uint8_t* q, const uint8_t* d, const uint8_t* sums, float (&acc)[NT][4]) const {
         const uint32_t lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
         // Of IQ2_XXS, rows of a plane stand so that lanes meet different banks when each reads another plane.
@@ -211,12 +211,15 @@ struct Grouped {
         float w_d[2], w_m[2];
         uint4 own[2];
         if constexpr (F == IQ2_XXS) {
-            // A lane makes the scales of two blocks of either output: all four of them would make the same.
+            // A lane makes the scales of two blocks of either output, and signs of what says where they change: all four of them
+            // would make the same.
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const uint4 v = codes(h, t);
+                uint4 v = codes(h, t);
                 const float d8 = __fmul_rn(load_half(stage + h * kHalf + kWide * 128 + 2 * g), 0.125f);
                 *reinterpret_cast<float2*>(scales + (8 * h + g) * 8 + 2 * t) = make_float2(iq2_scale(d8, v.y), iq2_scale(d8, v.w));
+                v.y = iq2_signs(v.y), v.w = iq2_signs(v.w);
+                *reinterpret_cast<uint4*>(stage + h * kHalf + t * 128 + (g ^ (2 * t)) * 16) = v;
             }
             __syncwarp();
         } else {
@@ -252,7 +255,7 @@ struct Grouped {
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
                         if constexpr (F == IQ2_XXS) {
-                            const uint32_t index = word(v[h], 2 * e), all = iq2_signs(word(v[h], 2 * e + 1));
+                            const uint32_t index = word(v[h], 2 * e), all = word(v[h], 2 * e + 1);
                             const uint32_t entry =
                                 __dp4a(index, (uint32_t)(4 * kLanes) << (8 * t), (uint32_t)__cvta_generic_to_shared(patterns));
                             const uint32_t sign = __funnelshift_l(all, all, 2 - t) & 0x44444444u;
@@ -341,7 +344,7 @@ struct Grouped {
         const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
         float* scales = reinterpret_cast<float*>(smem + at.scales) + warp * 128;
         const uint8_t* patterns = smem + at.patterns + 4 * lane;
-        const uint8_t* ring = smem + at.ring + warp * (kStages * kStage);
+        uint8_t* ring = smem + at.ring + warp * (kStages * kStage);
         for (uint32_t next = item.first + warp; next < b.last; next = b.group) {
             const uint32_t group = next;
             float total[NT][4] = {};
