@@ -239,17 +239,17 @@ ARC_ROUTER_ONE(4)
 
 namespace {
 
-constexpr int kTileRows = 16, kChunk4 = kSumChunk / 4;
+constexpr int kTileRows = 16, kHalfChunk = kSumChunk / 2;
 constexpr int kSub = 4;  // rows and experts of a warp's product
 
-// One chunk of 4 x 4 dot products: lane l takes elements l + 32 j. Runs of halvings are folded as they become complete,
+// Half a chunk of 4 x 4 dot products: of its elements, lane l takes l + 32 j. Runs of halvings are folded as they become complete,
 // so at most one value of every length waits: LEN products from index J in steps of STEP.
 template <int LEN, int STEP, int J>
 __device__ __forceinline__ void fold_products(float (&out)[kSub][kSub], const float* x, const float* w) {
     if constexpr (LEN == 1) {
         float a[kSub], b[kSub];
 #pragma unroll
-        for (int i = 0; i < kSub; ++i) a[i] = x[i * kSumChunk + 32 * J], b[i] = w[i * kSumChunk + 32 * J];
+        for (int i = 0; i < kSub; ++i) a[i] = x[i * kHalfChunk + 32 * J], b[i] = w[i * kHalfChunk + 32 * J];
 #pragma unroll
         for (int i = 0; i < kSub; ++i) {
 #pragma unroll
@@ -268,26 +268,33 @@ __device__ __forceinline__ void fold_products(float (&out)[kSub][kSub], const fl
     }
 }
 
-// The halvings by 16 to 1 of 16 sums: lane l ends with sum l / 2.
-__device__ __forceinline__ float fold_lanes16(const float (&v)[kSub][kSub]) {
-    const int lane = threadIdx.x & 31;
-    float s[16];
+// The halvings by HALF to 1 of as many sums: lane l ends with sum l / 2, of 16.
+template <int HALF>
+__device__ __forceinline__ float fold_lanes(const float (&s)[HALF]) {
+    // Lanes with this bit keep the upper half of what they have.
+    const bool upper = threadIdx.x & HALF;
+    if constexpr (HALF == 1) {
+        return __fadd_rn(s[0], __shfl_xor_sync(kFullWarp, s[0], 1));
+    } else {
+        float half[HALF / 2];
 #pragma unroll
-    for (int i = 0; i < 16; ++i) s[i] = v[i / kSub][i % kSub];
-#pragma unroll
-    for (int half = 16; half > 1; half /= 2) {
-        // Lanes with this bit keep the upper half of what they have.
-        const bool upper = lane & half;
-#pragma unroll
-        for (int i = 0; i < half / 2; ++i) {
-            const float kept = upper ? s[i + half / 2] : s[i], sent = upper ? s[i] : s[i + half / 2];
-            s[i] = __fadd_rn(kept, __shfl_xor_sync(kFullWarp, sent, half));
+        for (int i = 0; i < HALF / 2; ++i) {
+            const float kept = upper ? s[i + HALF / 2] : s[i], sent = upper ? s[i] : s[i + HALF / 2];
+            half[i] = __fadd_rn(kept, __shfl_xor_sync(kFullWarp, sent, HALF));
         }
+        return fold_lanes<HALF / 2>(half);
     }
-    return __fadd_rn(s[0], __shfl_xor_sync(kFullWarp, s[0], 1));
 }
 
-// scores[row][expert] of a tile of 16 rows and EXPERTS experts by WARPS warps. Dynamic shared memory: 16 + EXPERTS chunks.
+__device__ __forceinline__ void copy16(float* to, const float* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void copies_wait_all_but_last() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+
+// scores[row][expert] of a tile of 16 rows and EXPERTS experts by WARPS warps. Dynamic shared memory: 16 + EXPERTS chunks, as two
+// halves: of every two runs of 32 values, one. The last halving of a lane's values joins them, and while one is multiplied the
+// other comes.
 template <int EXPERTS, int WARPS>
 __device__ __forceinline__ void tile_scores(float* scores, const float* h, const float* gate, unsigned hidden,
                                             unsigned experts, unsigned rows) {
@@ -295,28 +302,48 @@ __device__ __forceinline__ void tile_scores(float* scores, const float* h, const
     pdl_launch();
     const int t = threadIdx.x, warp = t / 32, lane = t % 32;
     const unsigned first_expert = blockIdx.x * EXPERTS, first_row = blockIdx.y * kTileRows;
-    float *xs = tile, *ws = tile + kTileRows * kSumChunk;
-    constexpr int kTasks = kTileRows / kSub * (EXPERTS / kSub), kEach = kTasks / WARPS;
+    constexpr int kAll = kTileRows + EXPERTS, kTasks = kTileRows / kSub * (EXPERTS / kSub), kEach = kTasks / WARPS;
     float totals[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) totals[i] = 0.0f;
+    const auto bring = [&](unsigned start, int half) {
+        constexpr int kPieces = kHalfChunk / 4;
+        const int piece = t % kPieces, from = (2 * (piece / 8) + half) * 32 + piece % 8 * 4;
+        if (start < hidden) {
+#pragma unroll 4
+            for (int i = t / kPieces; i < kAll; i += 32 * WARPS / kPieces) {
+                const bool is_row = i < kTileRows;
+                const unsigned r = is_row ? min(first_row + i, rows - 1) : min(first_expert + i - kTileRows, experts - 1);
+                copy16(tile + (half * kAll + i) * kHalfChunk + 4 * piece, (is_row ? h : gate) + (size_t)r * hidden + start + from);
+            }
+        }
+        copies_commit();
+    };
     pdl_wait();
+    bring(0, 0), bring(0, 1);
     for (unsigned start = 0; start < hidden; start += kSumChunk) {
-        __syncthreads();
-        for (int i = t / kChunk4; i < kTileRows + EXPERTS; i += 32 * WARPS / kChunk4) {
-            const bool is_row = i < kTileRows;
-            const unsigned r = is_row ? min(first_row + i, rows - 1) : min(first_expert + i - kTileRows, experts - 1);
-            const float4* from = reinterpret_cast<const float4*>((is_row ? h : gate) + (size_t)r * hidden + start);
-            reinterpret_cast<float4*>(tile + i * kSumChunk)[t % kChunk4] = from[t % kChunk4];
-        }
-        __syncthreads();
+        float v[kEach][kSub * kSub];
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            const int task = warp + WARPS * i, r = task % (kTileRows / kSub) * kSub, e = task / (kTileRows / kSub) * kSub;
-            float v[kSub][kSub];
-            fold_products<kSumChunk / 32, 1, 0>(v, xs + r * kSumChunk + lane, ws + e * kSumChunk + lane);
-            totals[i] = __fadd_rn(totals[i], fold_lanes16(v));
+        for (int half = 0; half < 2; ++half) {
+            copies_wait_all_but_last();
+            __syncthreads();
+            const float *xs = tile + half * kAll * kHalfChunk + lane, *ws = xs + kTileRows * kHalfChunk;
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) {
+                const int task = warp + WARPS * i, r = task % (kTileRows / kSub) * kSub, e = task / (kTileRows / kSub) * kSub;
+                float own[kSub][kSub];
+                fold_products<kHalfChunk / 32, 1, 0>(own, xs + r * kHalfChunk, ws + e * kHalfChunk);
+#pragma unroll
+                for (int k = 0; k < kSub; ++k) {
+#pragma unroll
+                    for (int n = 0; n < kSub; ++n) v[i][kSub * k + n] = half == 0 ? own[k][n] : __fadd_rn(v[i][kSub * k + n], own[k][n]);
+                }
+            }
+            __syncthreads();
+            bring(start + kSumChunk, half);
         }
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) totals[i] = __fadd_rn(totals[i], fold_lanes<kSub * kSub>(v[i]));
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
