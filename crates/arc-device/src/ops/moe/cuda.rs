@@ -38,6 +38,7 @@ pub(crate) fn ffn_in(
 ) -> Result<()> {
     assert!(ws.shared.len() >= rows * cfg.ffn, "units of {rows} rows");
     dev.counters.weight_bytes += 4 * w.gate.len() as u64;
+    dev.forget_shared_units(ws.shared.ptr());
     let from = Source::of(h, cfg.hidden).rounded(cfg.inputs);
     let along = dev.takes_all(&all(w), from, &assigned(ws, cfg, rows))?;
     dev.moe.due = along.then_some(ws.shared.ptr());

@@ -308,6 +308,14 @@ impl Cuda {
         Ok(true)
     }
 
+    /// The shared expert's units at `at` are made anew: what the last [`experts_up`](Self::experts_up) left of them as int8 is of
+    /// former ones.
+    pub(crate) fn forget_shared_units(&mut self, at: u64) {
+        if let Some((.., along)) = &mut self.matmul.units {
+            along.take_if(|along| *along == at);
+        }
+    }
+
     /// Sums of few rows' experts, of the units that the last [`experts_up`](Self::experts_up) left for `mid`. `shared`: what it was
     /// told of the shared expert, whose sums may come along. Whether they did; `None` where nothing is done,
     /// since it cannot.
