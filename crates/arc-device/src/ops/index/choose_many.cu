@@ -361,7 +361,7 @@ extern "C" __global__ void __maxnreg__(168) index_choose_many(LatentArgs a, Sent
             copy16(to + 16 * lane, from + 16 * lane);
             if (lane < kTileBytes / 16 - 32) copy16(to + 512 + 16 * lane, from + 512 + 16 * lane);
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        copies_commit();
     };
     Keys keys;
     auto take = [&](uint32_t tile) {
@@ -370,9 +370,9 @@ extern "C" __global__ void __maxnreg__(168) index_choose_many(LatentArgs a, Sent
             if (lane == 0) await(in.left, in.blocks);
             __syncwarp();
             send_for(tile, true);
-            asm volatile("cp.async.wait_all;" ::: "memory");
+            copies_landed();
         } else {
-            asm volatile("cp.async.wait_group %0;" ::"n"(kOnTheWay - 1) : "memory");
+            copies_wait<kOnTheWay - 1>();
         }
         __syncwarp();
         const uint32_t* key = s.ring[warp][(tile - begin) % kOnTheWay] + (lane >> 2) * (kIndexRowBytes / 4);

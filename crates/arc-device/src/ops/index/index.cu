@@ -6,6 +6,7 @@
 //
 // One row's choice beside a product: choose.cu and, among many keys, choose_many.cu.
 #include "cluster.cuh"
+#include "copies.cuh"
 #include "score.cuh"
 
 namespace arc {
@@ -33,16 +34,14 @@ extern "C" __global__ void __launch_bounds__(256)
     const uint32_t heads = a.index_heads, dim = a.index_dim;
     // On their way before anything is known of the row.
     for (uint32_t i = 4 * thread; i < heads * dim; i += 4 * kThreads) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(q + i)),
-                     "l"(a.index_q + (size_t)r * heads * dim + i)
-                     : "memory");
+        copy16(q + i, a.index_q + (size_t)r * heads * dim + i);
     }
     const RowInfo info = info_early(view, r);
     const uint32_t visible = info.live ? a.keys.visible(info.pos) : 0;
     // Few keys are a few blocks' work: the others leave room for the next kernels. Block 0 ends after the kernel before.
     const bool idle = straight && blockIdx.x * kWarps * 8 >= visible;
     if (visible <= a.top || visible > most || idle) {
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        copies_landed();
         if (blockIdx.x != 0) return;
         if (!late) pdl_wait();
         // The step's context class was too small.
@@ -53,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const uint32_t* blocks = view.blocks + (size_t)info.slot * view.max_blocks;
     const float* projected = a.pool + (size_t)r * a.pool_dim + a.pool_dim - heads;
     for (uint32_t h = thread; h < heads; h += kThreads) weights[h] = __fmul_rn(__ldcg(projected + h), factor);
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    copies_landed();
     auto query = [&](float (&x)[4], uint32_t h) { load_row(x, q + (size_t)h * dim, dim); };
     if (!straight) {
         __syncthreads();

@@ -223,7 +223,7 @@ __device__ void attend_row(float* out, const float* qkv, const uint16_t* k, cons
                 const uint32_t tile = split * kSplitTiles + i;
                 if (tile >= first_tile && tile < end_tile) {
                     const uint8_t* at = reinterpret_cast<const uint8_t*>(pool + shape.tile(blocks[tile], kv_head));
-                    for (uint32_t e = lane; e < tile_bytes / 16; e += 32) copy_async(to + i * tile_bytes + e * 16, at + e * 16);
+                    for (uint32_t e = lane; e < tile_bytes / 16; e += 32) copy16(to + i * tile_bytes + e * 16, at + e * 16);
                 }
             }
         };
@@ -232,7 +232,7 @@ __device__ void attend_row(float* out, const float* qkv, const uint16_t* k, cons
         } else if (spread) {
             bring(v_tiles, v, 2 * warp - 8);
         }
-        copies_end();
+        copies_commit();
         if (split == begin + blockIdx.x) {
             const float* q_row = qkv + (size_t)row * shape.qkv_dim() + first_head * head_dim;
             for (uint32_t i = thread; i < HEADS * head_dim; i += kThreads) {
@@ -240,7 +240,7 @@ __device__ void attend_row(float* out, const float* qkv, const uint16_t* k, cons
             }
         }
         // Values may still be on their way.
-        if (warp < 4) copies_landed<0>();
+        if (warp < 4) copies_wait<0>();
         __syncthreads();
         // Lane l has keys 2 l and 2 l + 1 of the warp's 64: a half of the warp has a tile.
         const uint32_t in_split = 2 * warp + (lane >> 4), tile = split * kSplitTiles + in_split;
@@ -292,7 +292,7 @@ __device__ void attend_row(float* out, const float* qkv, const uint16_t* k, cons
         }
         __syncthreads();
         if (warp >= 4 && !spread) bring(v_tiles, v, 2 * warp - 8);
-        copies_end();
+        copies_commit();
         if (warp < 4 && 2 * warp + split * kSplitTiles < end_tile && 2 * warp + 1 + split * kSplitTiles >= first_tile) {
             const uint32_t first = first_tile - split * kSplitTiles;
 #pragma unroll
@@ -319,7 +319,7 @@ __device__ void attend_row(float* out, const float* qkv, const uint16_t* k, cons
                 *reinterpret_cast<float2*>(p + i * kSplitKeys + 64 * warp + 2 * lane) = make_float2(s[i][0], s[i][1]);
             }
         }
-        copies_landed<0>();
+        copies_wait<0>();
         __syncthreads();
         if (thread >= kThreads - HEADS) {
             const uint32_t head = thread - (kThreads - HEADS);
@@ -528,11 +528,11 @@ __device__ void attend_tile(float* out, const float* qkv, const uint16_t* k, con
         for (uint32_t i = thread; i < kChunkTiles * vectors; i += kThreads) {
             const uint32_t t = i / vectors, e = i % vectors, tile = chunk * kChunkTiles + t;
             if (tile >= first_tile && tile < end_tile) {
-                copy_async(to + t * stride + e * 16,
+                copy16(to + t * stride + e * 16,
                            reinterpret_cast<const uint8_t*>(pool + shape.tile(blocks[tile], kv_head)) + e * 16);
             }
         }
-        copies_end();
+        copies_commit();
     };
 
     float part_m[kWarpQueries], part_l[kWarpQueries], total_m[kWarpQueries], total_l[kWarpQueries];
@@ -549,9 +549,9 @@ __device__ void attend_tile(float* out, const float* qkv, const uint16_t* k, con
     if constexpr (PAIRS <= 2) bring(v_tiles, v, tile_bytes, first_chunk);
     for (uint32_t chunk = first_chunk; chunk < end_chunk; ++chunk) {
         if constexpr (PAIRS <= 2) {
-            copies_landed<1>();
+            copies_wait<1>();
         } else {
-            copies_landed<0>();
+            copies_wait<0>();
         }
         __syncthreads();
         const uint32_t start = chunk * kChunkKeys;
@@ -635,12 +635,12 @@ __device__ void attend_tile(float* out, const float* qkv, const uint16_t* k, con
         }
         if constexpr (PAIRS <= 2) {
             if (chunk + 1 < end_chunk) {
-                copies_landed<1>();
+                copies_wait<1>();
             } else {
-                copies_landed<0>();
+                copies_wait<0>();
             }
         } else {
-            copies_landed<0>();
+            copies_wait<0>();
         }
         __syncthreads();
         if (!idle) {

@@ -6,6 +6,7 @@
 
 #include <cuda_fp16.h>
 
+#include "copies.cuh"
 #include "math.cuh"
 #include "step.cuh"
 
@@ -51,21 +52,6 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
     float r;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
     return r;
-}
-
-// 16 bytes from global to shared memory; complete after copies_landed().
-__device__ __forceinline__ void copy_async(void* shared, const void* global) {
-    const uint32_t to = (uint32_t)__cvta_generic_to_shared(shared);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
-}
-
-// Ends a group of copies.
-__device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until at most LEFT of this thread's groups are in flight.
-template <int LEFT>
-__device__ __forceinline__ void copies_landed() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
 // What a layer's attention fixes.

@@ -380,7 +380,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
 #pragma unroll
                 for (uint32_t j = 0; j < 3; ++j) {
                     const uint32_t word = lane + 32 * j;
-                    if ((packed >> i & 1) && word < row_words) copy_async(raw + i * row_bytes + 8 * word, row + 8 * word);
+                    if ((packed >> i & 1) && word < row_words) copy_few<8>(raw + i * row_bytes + 8 * word, row + 8 * word);
                 }
             }
         }

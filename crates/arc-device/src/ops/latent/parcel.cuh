@@ -34,11 +34,6 @@ __device__ __forceinline__ void parcel_wait(uint64_t* bar) {
         : "memory");
 }
 
-// Eight bytes from global to shared memory; complete after copies_landed().
-__device__ __forceinline__ void copy_async(void* shared, const void* global) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_at(shared)), "l"(global) : "memory");
-}
-
 // Two values to another block, whose `bar` counts them.
 __device__ __forceinline__ void send2(uint32_t to, uint32_t bar, float x, float y) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to), "f"(x), "f"(y),

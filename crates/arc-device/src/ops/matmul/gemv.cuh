@@ -128,7 +128,7 @@ struct Gemv {
         if (source.weight == 0) return;
         const float* from = reinterpret_cast<const float*>(source.weight);
         for (uint32_t k = threadIdx.x; k < p.cut.cols; k += blockDim.x) {
-            asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_at(smem + p.norm_at + 4 * k)), "l"(from + k));
+            copy_few<4>(smem + p.norm_at + 4 * k, from + k);
         }
     }
 

@@ -154,9 +154,7 @@ struct Grouped {
         b.rest = base + half * b.second + (wide ? 4 * 512 + lane % kEach * 16 : kWide * 512 + (lane - 2 * kMore) % kLast * 16);
     }
 
-    __device__ __forceinline__ static void copy(uint32_t to, uint64_t from) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
-    }
+    __device__ __forceinline__ static void copy(uint32_t to, uint64_t from) { copy16(to, reinterpret_cast<const void*>(from)); }
 
     // Asks for the next slice.
     __device__ __forceinline__ void bring(Bringing& b, const Item& item, uint32_t* count) const {

@@ -15,6 +15,7 @@
 // block, as ldmatrix hands them out; the others words 2t and 2t + 1, as they decode them.
 #pragma once
 
+#include "../../copies.cuh"
 #include "../../pdl.cuh"
 #include "decode.cuh"
 #include "iq2.cuh"
@@ -43,20 +44,6 @@ __device__ constexpr Planes planes(uint32_t f) {
            : f == Q6_K    ? Planes{13, 0, 1, 0}
            : f == IQ2_XXS ? Planes{4, 0, 1, 0}
                           : Planes{1, 0, 0, 1};
-}
-
-__device__ __forceinline__ void copy16(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from));
-}
-template <int BYTES>
-__device__ __forceinline__ void copy_few(void* to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from),
-                 "n"(BYTES));
-}
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void copies_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // Products on top of `even` and `odd`, for the columns 2t and 2t + 1.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../../cluster.cuh"
+#include "../../copies.cuh"
 #include "../../pdl.cuh"
 #include "dot.cuh"
 #include "iq2.cuh"
@@ -104,12 +105,6 @@ __device__ __forceinline__ void make_table(uint8_t* to) {
         for (uint32_t i = threadIdx.x; i < 256; i += blockDim.x) table[i] = spread_pattern(kPatterns[i]);
     }
 }
-
-// 16 bytes from global to shared memory; complete after copies_landed().
-__device__ __forceinline__ void copy16(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_at(to)), "l"(from) : "memory");
-}
-__device__ __forceinline__ void copies_landed() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Sends for one row of int8 inputs: values, scales and sums of row `from` of `cols`, by threads `at`, `at + of` and so on.
 __device__ __forceinline__ void stage_codes(uint64_t q, uint64_t d, uint64_t sums, size_t from, uint32_t cols, uint32_t at, uint32_t of,

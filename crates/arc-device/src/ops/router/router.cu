@@ -4,6 +4,7 @@
 // Few rows:   router_few: as many warps; the last block to finish chooses.
 // Many rows:  router_scores (tiles of 16 rows and 32 experts), router_choose (a warp a row), moe_assign.
 // Any width:  router_scores_any.
+#include "../../copies.cuh"
 #include "../../pdl.cuh"
 #include "../../step.cuh"
 #include "../hc/hc.cuh"
@@ -286,12 +287,6 @@ __device__ __forceinline__ float fold_lanes(const float (&s)[HALF]) {
     }
 }
 
-__device__ __forceinline__ void copy16(float* to, const float* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
-}
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void copies_wait_all_but_last() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
-
 // scores[row][expert] of a tile of 16 rows and EXPERTS experts by WARPS warps. Dynamic shared memory: 16 + EXPERTS chunks, as two
 // halves: of every two runs of 32 values, one. The last halving of a lane's values joins them, and while one is multiplied the
 // other comes.
@@ -325,7 +320,7 @@ __device__ __forceinline__ void tile_scores(float* scores, const float* h, const
         float v[kEach][kSub * kSub];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            copies_wait_all_but_last();
+            copies_wait<1>();
             __syncthreads();
             const float *xs = tile + half * kAll * kHalfChunk + lane, *ws = xs + kTileRows * kHalfChunk;
 #pragma unroll
