@@ -163,12 +163,17 @@ fn expensive_files_are_refused_cheaply() {
         ("long index.json", vec![b' '; (20 << 20) + 1], "above the limit"),
     ];
     let folder = Folder::new("hostile");
-    // Most take a tenth of a second or less, what is quadratic in so many entries tens of seconds: a bound in between, which no busy
-    // machine comes near.
-    let limit_us = if cfg!(debug_assertions) { 10_000_000 } else { 2_000_000 };
+    // A build without optimisation is many times slower; its bound only tells a loop from a hang.
+    let limit_us = if cfg!(debug_assertions) { 3_000_000 } else { 100_000 };
     for (name, bytes, expected) in cases {
         let path = folder.write(name, bytes);
-        let cost = open(&path);
+        let mut cost = open(&path);
+        // Beside other work a thread takes longer for the same: the least of a few times is its own.
+        for _ in 0..4 {
+            if cost.us >= limit_us {
+                cost.us = cost.us.min(open(&path).us);
+            }
+        }
         println!("{name}: {} us, {} KiB: {:.100}", cost.us, cost.peak_kib, cost.message);
         assert!(cost.message.contains(expected), "{name}: {}", cost.message);
         assert!(cost.message.len() < 400, "{name}: {}", cost.message);
