@@ -10,8 +10,10 @@ use crate::suite::{Pair, Suite, Verdict, limits, shape};
 /// Row tables, good and bad, and what lands of them.
 pub fn cases(suite: &mut Suite) {
     for seed in 0..8 {
-        suite.case(&format!("state/tables/{seed}"), |suite| tables(suite, seed));
+        suite.case(&format!("state/tables/{seed}"), |suite| tables(suite, seed, false, |_| {}));
+        suite.case(&format!("state/one row/{seed}"), |suite| tables(suite, seed, true, |_| {}));
     }
+    suite.mutant("state/one row/a token past the vocabulary", |suite| tables(suite, 0, true, |row| row.token = 100));
     suite.measure("state/empty_step", |suite| {
         let mut pair = suite.pair(limits(256, 4096));
         pair.finish(&shape(1000, 64));
@@ -46,9 +48,10 @@ fn admit(slot: usize, blocks: Vec<u32>, pos: u32) -> SlotInit {
     }
 }
 
-/// Steps of random tables on both devices: rows in and out of order, out of range, of ended slots, in others' blocks.
-/// Only what `INERT` and `OUT_OF_RANGE` say is compared, since nothing is drawn.
-fn tables(suite: &Suite, seed: u64) -> Verdict {
+/// Steps of random tables on both devices: rows in and out of order, out of range, of ended slots, in others' blocks; or of one
+/// such row `alone`, which the GPU resolves by itself. Only what `INERT` and `OUT_OF_RANGE` say is compared, since nothing is drawn.
+/// `change`: of a row of the GPU's.
+fn tables(suite: &Suite, seed: u64, alone: bool, change: impl Fn(&mut Row)) -> Verdict {
     let mut rng = Rng(seed);
     let mut pair = suite.pair(limits(64, 256));
     pair.finish(&shape(100, 64));
@@ -66,12 +69,14 @@ fn tables(suite: &Suite, seed: u64) -> Verdict {
     }
     pair.stage(&delta);
     let mut compared = 0;
-    for step in 1..=6 {
+    for step in 1..=if alone { 40 } else { 6 } {
         let mut rows = Vec::new();
-        for slot in 0..slots {
-            let n = rng.below(4);
+        let some = if alone { vec![rng.below(slots)] } else { (0..slots).collect() };
+        for slot in some {
+            let n = if alone { 1 } else { rng.below(4) };
             for i in 0..n {
-                let skew = if rng.below(24) == 0 { 1 } else { 0 };
+                // A row alone may be anywhere: past what its slot holds, too.
+                let skew = if alone { rng.below(per) * BLOCK_TOKENS } else { usize::from(rng.below(24) == 0) };
                 let flags = if i + 1 == n { row_flags::HEAD } else { 0 };
                 let token = if rng.below(40) == 0 { 100 } else { rng.below(100) as u32 };
                 rows.push(Row { slot: slot as u16, flags, offset: (i + skew) as u32, token, target: 0 });
@@ -80,7 +85,10 @@ fn tables(suite: &Suite, seed: u64) -> Verdict {
         rows.resize(rows.len().max(1), padding());
         let n = rows.len();
         let release = if rng.below(3) == 0 { vec![rng.below(slots) as u16] } else { Vec::new() };
-        pair.stage(&StepDelta { rows: Some(rows.clone()), release, ..StepDelta::default() });
+        let mut delta = StepDelta { rows: Some(rows.clone()), release, ..StepDelta::default() };
+        pair.cpu.stage(&delta).expect("staged");
+        delta.rows.iter_mut().flatten().for_each(&change);
+        pair.gpu.stage(&delta).expect("staged");
         let key = StepKey::new(n as u32, 64, CtxClass::Short, Part::Whole);
         let heads = rows.iter().filter(|row| row.flags & row_flags::HEAD != 0).count();
         let (want, got) = (land(&mut pair, key, n, heads, step)?, land_gpu(&mut pair, key, n, heads, step)?);
