@@ -540,15 +540,18 @@ fn chosen(suite: &mut Suite) {
     let many = Choice { room: WIDE, ..flash(20_003, 512) };
     suite.case("chain/one row's choice/of Flash, 512 at 20003", |suite| same(suite, [many; 2], Mutant::None));
     let choice = flash(3999, 512);
-    for (name, choice) in [
-        ("alike", Choice { alike: true, ..choice }),
-        ("around a row that is not live", Choice { idle: true, ..choice }),
-        ("with NaN", Choice { faulty: true, ..choice }),
-    ] {
-        suite.case(&format!("chain/one row's choice/of Flash {name}"), |suite| same(suite, [choice; 2], Mutant::None));
+    for (name, choice) in [("of Flash", choice), ("of Flash, many", many)] {
+        for (how, choice) in [
+            ("alike", Choice { alike: true, ..choice }),
+            ("around a row that is not live", Choice { idle: true, ..choice }),
+            ("with NaN", Choice { faulty: true, ..choice }),
+        ] {
+            let name = format!("chain/one row's choice/{name} {how}");
+            suite.case(&name, |suite| same(suite, [choice; 2], Mutant::None));
+        }
     }
     // Layers of which a row reads all that it sees: a window that is not full and one that is; rows that a token completes; as many
-    // as an indexer would choose; as many splits as a cluster has blocks, and more.
+    // as an indexer would choose; as many splits as a cluster has blocks, more, and more than blocks have one each.
     let all_of = |ratio, pos, room| Choice { ratio, select: false, room, ..flash(pos, 512) };
     let kinds = [
         all_of(0, 70, 2048),
@@ -559,6 +562,7 @@ fn chosen(suite: &mut Suite) {
         all_of(128, 2047, 2048),
         all_of(128, 60_031, 65_536),
         all_of(128, 100_095, LONG),
+        all_of(128, 390_015, 3 * LONG),
     ];
     for choice in kinds {
         let kind =
@@ -595,7 +599,7 @@ fn chosen(suite: &mut Suite) {
     }
     // As many blocks of the output projections begin late as there are of the attention.
     for (choice, late) in
-        [(choice, 32), (flash(3999, 16), 8), (many, 32), (kinds[0], 8), (kinds[6], 32), (kinds[7], 32)]
+        [(choice, 32), (flash(3999, 16), 8), (many, 32), (kinds[0], 8), (kinds[6], 32), (kinds[7], 64)]
     {
         let name = format!(
             "chain/one row of Flash/blocks that begin late, {} of {} at {}",
@@ -670,24 +674,25 @@ fn only(verdict: Verdict, of: &str) -> Verdict {
 fn shared_by_one(choice: Choice, room: usize, got: &Chosen) -> Verdict {
     let (select, usual) = (choice.select, choice.heads.dim == 512);
     let first = if select { "arc_matmul_follow_indexed" } else { "arc_matmul_follow_normed" };
-    // Of many keys another kernel chooses. More splits than a cluster has blocks are merged by a kernel of their own.
+    // Of many keys another kernel chooses. Where there are more splits than a cluster has blocks, there are larger ones.
     let many = select && room / KEYS.ratio > 2048;
-    let apart = !select && choice.ratio != 0 && FLASH.window + room / choice.ratio > 640;
+    let long = !select && choice.ratio != 0 && FLASH.window + room / choice.ratio > 640;
     let index: &[&str] = match (select, many) {
         (false, _) => &[],
         (_, false) => &["index_choose"],
         (_, true) => &["index_choose_many"],
     };
     let attention = match usual {
-        true if !many && !apart => "latent_attend_tiles",
-        true => "latent_attend_512",
+        true if long => "latent_attend_long",
+        true if many => "latent_attend_512",
+        true => "latent_attend_tiles",
         false => "latent_attend_packed",
     };
     all([
         launches("arc_matmul_", &[first, "arc_matmul_follow"], &got.launched),
         launches("index_", index, &got.launched),
         launches("latent_attend", &[attention], &got.launched),
-        launches("latent_merge", if apart { &["latent_merge"] } else { &[] }, &got.launched),
+        launches("latent_merge", &[], &got.launched),
     ])
 }
 

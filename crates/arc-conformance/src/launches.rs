@@ -38,7 +38,7 @@ const ONE: [&str; 8] = [
     "sample_rows",
     "step_commit",
 ];
-const NOT_ONE: [&str; 7] = [
+const NOT_ONE: [&str; 8] = [
     "arc_matmul_prepare",
     "arc_matmul_experts_up_*",
     "arc_router_*",
@@ -46,6 +46,7 @@ const NOT_ONE: [&str; 7] = [
     "arc_hc_settle",
     "index_score",
     "index_pick",
+    "latent_merge",
 ];
 /// Experts of a few rows, and of many, at once.
 const FEW: [&str; 7] = [
@@ -87,12 +88,12 @@ pub fn cases(suite: &mut Suite) {
     use CtxClass::{Long, Medium, Short};
     let chosen: &[&str] = &["arc_matmul_follow_indexed"];
     let (few, many): (&[&str], &[&str]) = (&["index_choose", "latent_attend_tiles"], &["index_choose_many"]);
-    let (by_512, merged): (&[&str], &[&str]) = (&["latent_attend_512"], &["latent_merge"]);
+    let (by_512, long): (&[&str], &[&str]) = (&["latent_attend_512"], &["latent_attend_long"]);
     let one = [
-        step(LONG, Short, 1, &[&ONE, &["latent_attend_tiles"]], &[&NOT_ONE, &["index_*"], chosen, by_512, merged]),
-        step(8192, Medium, 1, &[&ONE, chosen, few], &[&NOT_ONE, many, by_512, merged]),
-        step(LONG, Medium, 1, &[&ONE, chosen, many, by_512], &[&NOT_ONE, &["index_choose"], merged]),
-        step(LONG, Long, 1, &[&ONE, chosen, many, by_512, merged], &[&NOT_ONE, &["index_choose"]]),
+        step(LONG, Short, 1, &[&ONE, &["latent_attend_tiles"]], &[&NOT_ONE, &["index_*"], chosen, by_512, long]),
+        step(8192, Medium, 1, &[&ONE, chosen, few], &[&NOT_ONE, many, by_512, long]),
+        step(LONG, Medium, 1, &[&ONE, chosen, many, by_512], &[&NOT_ONE, &["index_choose"], long]),
+        step(LONG, Long, 1, &[&ONE, chosen, many, by_512, long], &[&NOT_ONE, &["index_choose"]]),
     ];
     suite.case("launches/one row", |suite| check(suite, &one));
     let few = [2, 4, 8].map(|rows| {

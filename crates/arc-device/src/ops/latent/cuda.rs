@@ -21,16 +21,21 @@ const SPLIT_ROWS: usize = 80;
 const ROWS_THREADS: u32 = 256;
 const UNPACKERS: u32 = 32;
 const MORE_UNPACKERS: u32 = 60;
-/// Blocks of `latent_merge` for a group of heads.
-const MERGERS: u32 = 8;
-/// Rows that there is room for as tiles: the kernels' `kTileRows`.
-const TILE_ROWS: usize = 2304;
+/// Blocks of `latent_merge` for a group of heads, and their threads.
+const MERGERS: u32 = 16;
+const MERGE_THREADS: u32 = 128;
+/// Rows that there is room for as tiles, those of a context of a million tokens: the kernels' `kTileRows`.
+const TILE_ROWS: usize = 8448;
 /// Blocks of a row in `latent_rows` in any case, and at most where the index query comes beside it and nothing is unpacked: one more
 /// for what a site has put off.
 const ROWS_BLOCKS: u32 = 3;
 pub(crate) const BESIDE_BLOCKS: u32 = ROWS_BLOCKS + 1;
-/// Most blocks of a cluster: the kernel's `kMostBlocks`.
+/// Most blocks of a cluster, and those of one whose blocks take several splits: the kernels' `kMostBlocks` and `kLongBlocks`.
 const MOST_CLUSTER: usize = 8;
+const LONG_CLUSTER: u32 = 16;
+/// Threads of the attention; one more warp brings tiles.
+const ATTEND_THREADS: u32 = 512;
+const TILES_THREADS: u32 = ATTEND_THREADS + 32;
 /// Heads of a block: the kernel's `kHeads`.
 const BLOCK_HEADS: usize = 16;
 /// Rows of a step up to which every run of a sequence is short: its tokens enter their rings before the attention.
@@ -134,8 +139,10 @@ pub(crate) struct Workspace {
     sent_codes: Option<CudaBuf<u32>>,
     /// Where the last attention has sent them, and the address of their number.
     heads: Option<(u64, u64)>,
-    /// Blocks of the last attention, each of which has a multiprocessor to its end.
+    /// Blocks of the last attention, each of which has a multiprocessor until what comes next can begin.
     attending: u32,
+    /// Clusters of `latent_attend_long` that there can be at once.
+    long_clusters: u32,
     /// What one row's choice among keys needs.
     pub choice: Option<Choice>,
     /// Which wrong variant runs.
@@ -151,7 +158,9 @@ impl Workspace {
         let tiles = dev.take("unpacked rows", MemoryClass::Workspace, TILE_ROWS * (MAX_DIM + 8))?;
         let choice = Choice::new(dev)?;
         let sent_codes = dev.take("heads as sent", MemoryClass::Workspace, 12 * shape.gathered.div_ceil(32))?;
-        Ok(Workspace { tiles: Some(tiles), sent_codes: Some(sent_codes), choice: Some(choice), ..Workspace::default() })
+        let long_clusters = dev.resident_clusters(kernel!("latent_attend_long"), long_grid(1))?;
+        let (tiles, sent_codes, choice) = (Some(tiles), Some(sent_codes), Some(choice));
+        Ok(Workspace { tiles, sent_codes, choice, long_clusters, ..Workspace::default() })
     }
 }
 
@@ -385,7 +394,8 @@ impl Cuda {
         let more = match tiles {
             0 => heads,
             _ if left != 0 => MORE_UNPACKERS,
-            _ => UNPACKERS,
+            // Four rows a warp.
+            _ => (listed(layer, tokens) as u32 / (4 * ROWS_THREADS / 32)).clamp(UNPACKERS, MORE_UNPACKERS),
         };
         let blocks = ROWS_BLOCKS + more + u32::from(pending.is_some());
         assert!(left == 0 || tiles != 0 || blocks <= BESIDE_BLOCKS, "{blocks} blocks beside a choice");
@@ -430,14 +440,18 @@ impl Cuda {
     /// Where all rows stand that the attention of one row may read, 0 where each of its blocks finds rows by itself: they are the
     /// same for all heads, and known before the queries.
     pub(crate) fn tiles(&self, layer: &LatentLayer<'_, Cuda>, select: bool, rows: usize) -> u64 {
-        let known =
-            !(select && layer.index.is_some()) || self.latent.choice.as_ref().is_some_and(|choice| choice.in_tiles);
-        let visible = layer.rows.map_or(0, |rows| self.tokens() / rows.ratio);
-        let fits = layer.attention.window + visible + SPLIT_ROWS <= TILE_ROWS;
-        match self.splits(layer, select, rows) {
-            (_, Blocks::Cluster(2..)) if rows == 1 && layer.row_format == RowFormat::Fp8 && known && fits => {
-                self.latent.tiles.as_ref().map_or(0, CudaBuf::ptr)
+        let chooses = select && layer.index.is_some();
+        let reads = match self.splits(layer, select, rows).1 {
+            Blocks::Cluster(1) => false,
+            Blocks::Cluster(_) => !chooses || self.latent.choice.as_ref().is_some_and(|choice| choice.in_tiles),
+            Blocks::Apart(_) => {
+                let groups = layer.attention.heads.div_ceil(BLOCK_HEADS) as u32;
+                !chooses && usual(&layer.attention) && groups <= self.latent.long_clusters
             }
+        };
+        let fits = listed(layer, self.tokens()) + SPLIT_ROWS <= TILE_ROWS;
+        match &self.latent.tiles {
+            Some(tiles) if rows == 1 && layer.row_format == RowFormat::Fp8 && reads && fits => tiles.ptr(),
             _ => 0,
         }
     }
@@ -456,16 +470,12 @@ impl Cuda {
         layer.attended(select).for_each(|read| self.count_read(read));
         let (most_splits, blocks) = self.splits(layer, select, rows);
         let groups = att.heads.div_ceil(BLOCK_HEADS);
-        let (n, apart) = match blocks {
-            Blocks::Cluster(n) => (n as u32, 0),
-            Blocks::Apart(n) => (n as u32, 1),
-        };
         let (counts, sent_q) = self.latent.due.take().map_or((0, 0), |due| (due.counts, due.second));
         let tiles = self.tiles(layer, select, rows);
         let args = self.latent_args(ws, state, Some(w), layer, select, rows)?;
         let in_tiles = self.latent.choice.as_ref().filter(|choice| tiles != 0 && choice.in_tiles);
         let chosen = in_tiles.map_or(0, Choice::chosen);
-        let mut args = LatentArgs { most_splits: most_splits as u32, apart, counts, sent_q, tiles, chosen, ..args };
+        let mut args = LatentArgs { most_splits: most_splits as u32, counts, sent_q, tiles, chosen, ..args };
         // The first output projection's inputs are made on the way, if they are int8 of plain values.
         let codes = att.dim.is_multiple_of(32)
             && w.out_a.reads() == Reads { codes: true, floats: false }
@@ -475,29 +485,39 @@ impl Cuda {
             (args.codes, args.turned) = ([q, d, sums], 0);
         }
         let view = self.view();
-        let usual = tiles != 0 && sent_q != 0 && usual(&att);
+        let sends = sent_q != 0 && usual(&att) && layer.row_format == RowFormat::Fp8;
+        let usual = tiles != 0 && sends;
+        let (n, apart) = match blocks {
+            Blocks::Cluster(n) => (n as u32, false),
+            Blocks::Apart(_) if usual => (LONG_CLUSTER, false),
+            Blocks::Apart(n) => (n as u32, true),
+        };
+        args.apart = apart.into();
+        let clusters = n > 1 && !apart;
         self.latent.heads = None;
-        if let Some(sent) = self.latent.sent_codes.as_ref().filter(|_| usual && q != 0) {
+        if let Some(sent) = self.latent.sent_codes.as_ref().filter(|_| clusters && sends && q != 0) {
             args.sent_codes = sent.ptr();
             self.latent.heads = Some((sent.ptr(), counts + 12));
         }
         let attend = match layer.row_format {
+            RowFormat::Fp8 if usual && n == LONG_CLUSTER => kernel!("latent_attend_long"),
             RowFormat::Fp8 if usual => kernel!("latent_attend_tiles"),
             RowFormat::Fp8 if att.dim == MAX_DIM => kernel!("latent_attend_512"),
             RowFormat::Fp8 => kernel!("latent_attend_packed"),
             _ => kernel!("latent_attend_f32"),
         };
-        // Those of the kernel right before what comes next.
-        self.latent.attending = if apart != 0 { MERGERS } else { n } * (groups * rows) as u32;
+        // Beside those that merge there is room.
+        self.latent.attending = if apart { 0 } else { n * (groups * rows) as u32 };
         let grid = Grid {
             blocks: [n, groups as u32, rows as u32],
-            threads: if usual { 544 } else { 512 },
+            threads: if usual { TILES_THREADS } else { ATTEND_THREADS },
             shared: attend_bytes(att.dim),
-            cluster: if n > 1 && apart == 0 { n } else { 0 },
+            cluster: if clusters { n } else { 0 },
         };
         self.launch(attend, grid, &[Arg::of(&args), Arg::of(&view)])?;
-        if apart != 0 {
-            let grid = Grid { blocks: [MERGERS, groups as u32, rows as u32], threads: 512, shared: 0, cluster: 0 };
+        if apart {
+            let blocks = [MERGERS, groups as u32, rows as u32];
+            let grid = Grid { blocks, threads: MERGE_THREADS, shared: 0, cluster: 0 };
             self.launch(kernel!("latent_merge"), grid, &[Arg::of(&args), Arg::of(&view)])?;
         }
         if rows > SHORT_RUN {
@@ -564,6 +584,11 @@ fn usual(attention: &LatentConfig) -> bool {
     attention.dim == MAX_DIM && attention.heads.is_multiple_of(BLOCK_HEADS)
 }
 
+/// Rows that a query may read, at most, where none are chosen.
+fn listed(layer: &LatentLayer<'_, Cuda>, tokens: usize) -> usize {
+    layer.attention.window + layer.rows.map_or(0, |rows| tokens / rows.ratio)
+}
+
 /// Splits of the longest list that a query can have.
 fn most_splits(layer: &LatentLayer<'_, Cuda>, select: bool, tokens: usize) -> usize {
     let visible = layer.rows.map_or(0, |rows| tokens / rows.ratio);
@@ -588,8 +613,14 @@ fn blocks(tasks: usize, most_splits: usize, processors: usize) -> Blocks {
         _ if cluster <= MOST_CLUSTER && tasks * cluster <= processors * 7 / 8 => Blocks::Cluster(cluster),
         // So few would gain less than it costs to merge.
         0..=2 => Blocks::Cluster(1),
-        n => Blocks::Apart(n),
+        // As many as it takes, where the busiest have no more splits.
+        n => Blocks::Apart(most_splits.div_ceil(most_splits.div_ceil(n))),
     }
+}
+
+/// `latent_attend_long` of so many groups of heads.
+fn long_grid(groups: u32) -> Grid {
+    Grid::xy(LONG_CLUSTER, groups, TILES_THREADS).shared(attend_bytes(MAX_DIM)).cluster(LONG_CLUSTER)
 }
 
 /// Dynamic shared memory of `latent_attend`: queries in three terms, rows, partial scores, weights in three terms, what a
@@ -615,7 +646,7 @@ mod tests {
             [Blocks::Cluster(8), Blocks::Cluster(2), Blocks::Apart(4), Blocks::Cluster(1)]
         );
         assert_eq!([blocks(12, 8, 132), blocks(16, 8, 132)], [Blocks::Cluster(8), Blocks::Apart(8)]);
-        assert_eq!([blocks(1, 1, 132), blocks(4, 104, 132)], [Blocks::Cluster(1), Blocks::Apart(33)]);
+        assert_eq!([blocks(1, 1, 132), blocks(4, 104, 132)], [Blocks::Cluster(1), Blocks::Apart(26)]);
     }
 
     /// Rows of a step that is no longer than a short run all enter their rings early.

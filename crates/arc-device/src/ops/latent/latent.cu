@@ -3,9 +3,10 @@
 // latent_attend  one block a split of 80 rows of a query's own list, for 16 heads, whose queries it norms and rotates:
 //                scores and sums by BF16 mma with f32 sums, queries and weights cut into two BF16 terms, or three where
 //                rows are f32 or not 512 wide; rows of the format Fp8 are BF16 numbers as they are. Splits are merged
-//                ascending, by the blocks of a cluster, each a share of the values, or by latent_merge.
+//                ascending, by the blocks of a cluster, each a share of the values, or by latent_merge (merge.cu).
 //                Invariant; bounded by the terms (two hold 2^-17 of a score and of a weight). latent_attend_tiles is what
-//                one row of a DeepSeek-V4 runs; a warp more brings its rows.
+//                one row of a DeepSeek-V4 runs; a warp more brings its rows. Where it has more splits than a cluster has
+//                blocks, latent_attend_long has larger ones, whose blocks take a split each in rounds.
 //
 // What runs ahead. Over few rows, the product that makes the queries lets its successor start after its own wait (`late`). So
 // when a block of latent_rows starts, every kernel before that product has ended: rows, compressors, index queries and row
@@ -71,12 +72,6 @@ __device__ __forceinline__ uint32_t cut_pair(float& x, float& y) {
     return pair;
 }
 
-// A query's own list: recent rows, then compressed ones.
-struct List {
-    uint32_t recent, n, first;
-    const uint32_t* chosen;  // null where every visible compressed row is read
-};
-
 // Where the i-th row stands; `stored`: in the layer's format, otherwise f32 in the step's workspace.
 // `pick`: what was chosen in its place, where rows are; `table`: the beginning of `blocks` then, or null.
 __device__ __forceinline__ const uint8_t* find_row(const LatentArgs& a, const List& list, const uint32_t* blocks,
@@ -94,45 +89,6 @@ __device__ __forceinline__ const uint8_t* find_row(const LatentArgs& a, const Li
     const uint32_t block = table != nullptr && list.chosen != nullptr && entry < kTable ? table[entry] : __ldcg(blocks + entry);
     return a.rows.rows + a.rows.place_in(block, w) * a.row_bytes;
 }
-
-// What all blocks of a row know of it: the query's list, its splits, its angles and sinks.
-__device__ __forceinline__ List list_of(const LatentArgs& a, uint32_t r, const RowInfo& info) {
-    const uint32_t visible = a.rows.ratio == 0 || !info.live ? 0 : a.rows.visible(info.pos);
-    List list;
-    list.first = a.first_visible(info.pos);
-    list.recent = info.pos + 1 - list.first;
-    list.chosen = a.top != 0 && visible > a.top ? a.picks + (size_t)r * a.top : nullptr;
-    list.n = list.recent + (a.top != 0 ? min(visible, a.top) : visible);
-    return list;
-}
-
-// A deliberately wrong variant for tests: as many splits as the step has rows.
-__device__ __forceinline__ uint32_t split_len(const LatentArgs& a) {
-    return a.mutant == 1 ? max(16u, kRows / a.n_rows / 16 * 16) : kRows;
-}
-
-// Angles of the row and sinks of the block's heads: loaded, and brought to shared memory when nothing else is to be loaded.
-struct HeadConsts {
-    float4 x;
-
-    __device__ __forceinline__ void load(const LatentArgs& a, const RowInfo& info) {
-        const uint32_t thread = threadIdx.x, head = blockIdx.y * kHeads + thread - 32;
-        if (thread < kRopeDim / 4) {
-            x = *reinterpret_cast<const float4*>(a.rope + (size_t)info.pos * kRopeDim + 4 * thread);
-        } else if (thread >= 32 && thread - 32 < kHeads) {
-            x.x = head < a.heads ? a.sinks[head] : 0.0f;
-        }
-    }
-
-    __device__ __forceinline__ void store(float* angles, float* sink_of) const {
-        const uint32_t thread = threadIdx.x;
-        if (thread < kRopeDim / 4) {
-            reinterpret_cast<float4*>(angles)[thread] = x;
-        } else if (thread >= 32 && thread - 32 < kHeads) {
-            sink_of[thread - 32] = x.x;
-        }
-    }
-};
 
 // The place of the n-th bit that is set, of more than n.
 __device__ __forceinline__ uint32_t nth_bit(uint64_t bits, uint32_t n) {
@@ -200,9 +156,10 @@ __device__ __forceinline__ void bring_chosen(const LatentArgs& a, const RowInfo&
     }
 }
 
-// PLANES: BF16 terms of a row's value. DIM: values of a row, or 0: as `a` says. TILES: what is usual of one row, and nothing else: a
-// cluster has its list in tiles, queries are sent, and every block has kHeads heads.
-template <uint32_t PLANES, uint32_t DIM, bool TILES>
+// PLANES: BF16 terms of a row's value. DIM: values of a row, or 0: as `a` says. TILES: what is usual of one row, and nothing else: its
+// list is in tiles, queries are sent, and every block has kHeads heads. LONG: of TILES, by clusters of kLongBlocks, which take a split a
+// block as often as it takes.
+template <uint32_t PLANES, uint32_t DIM, bool TILES, bool LONG = false>
 __device__ void attend(const LatentArgs& a, const StepView& view) {
     // BF16 terms of queries and weights: two where production's rows are read, in which every product counts; three hold all
     // of an f32, so that models of other widths, which are small, come as close to a golden as f32 does.
@@ -210,7 +167,8 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     extern __shared__ __align__(16) uint8_t dynamic[];
     __shared__ float part_m[kHeads], part_l[kHeads], total_m[kHeads], total_l[kHeads], keep_of[kHeads], add_of[kHeads];
     __shared__ float sink_of[kHeads];
-    __shared__ float2 weight_of[kMostBlocks][kHeads];  // maximum and sum of every split, where all are local
+    constexpr uint32_t kBlocks = LONG ? kLongBlocks : kMostBlocks;
+    __shared__ float2 weight_of[kBlocks][kHeads];      // maximum and sum of every split of a round, where all are local
     __shared__ uint64_t weighed, parcel;               // what other blocks send: these, and the block's share of their sums
     __shared__ uint64_t landed;                        // the block's rows, where they come as a tile
     __shared__ __align__(16) float angles[kRopeDim];
@@ -235,25 +193,25 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     }
     uint16_t* q = reinterpret_cast<uint16_t*>(dynamic);          // [kQueryTerms][kHeads][stride]
     uint16_t* rows = q + kQueryTerms * kHeads * stride;          // [kRows][stride]
-    auto bring_tile = [&]() {
+    auto bring_tile = [&](uint32_t split) {
         // Sixteen rows at a time.
         const uint32_t bytes = 16 * 2 * stride;
         parcel_expect(&landed, kRows / 16 * bytes);
-        const uint8_t* tile = reinterpret_cast<const uint8_t*>(a.tiles) + (size_t)blockIdx.x * kRows / 16 * bytes;
+        const uint8_t* tile = reinterpret_cast<const uint8_t*>(a.tiles) + (size_t)split * kRows / 16 * bytes;
         for (uint32_t i = 0; i < kRows / 16; ++i) bring_lines(shared_at(rows) + i * bytes, tile + i * bytes, bytes, shared_at(&landed));
     };
     // A row that is not live has none, but what is there is brought before that is known.
     if (TILES && warp == kBringer) {
-        if (a.chosen != 0) {
+        if (!LONG && a.chosen != 0) {
             Told told;
             told.ask(a);
             const RowInfo info = info_early(view, r);
             if (info.live && a.chooses(info.pos)) return bring_chosen(a, info, told, shared_at(rows), &faulty, &landed);
         }
-        if (lane == 0) faulty = false, bring_tile();
+        if (lane == 0) faulty = false, bring_tile(blockIdx.x);
         return;
     }
-    if (tiles && thread == 32 * kBringer) bring_tile();
+    if (tiles && thread == 32 * kBringer) bring_tile(blockIdx.x);
     const RowInfo info = info_early(view, r);
     const bool sent = TILES || (PLANES == 1 && a.sent_q != 0);
     const uint32_t tag = sent ? __ldcg(a.counts + 3) : 0;
@@ -307,9 +265,9 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         const bool chosen = list.chosen != nullptr && lane < kOwn && own < split_rows && i >= list.recent && i < list.n;
         return chosen ? list.chosen[i - list.recent] : 0;
     };
-    // Whoever takes what is sent finds something.
+    // Whoever takes what is sent finds something: zeros with this scale.
     auto send_all = [&](float scale) {
-        if constexpr (TILES) {
+        if constexpr (DIM != 0) {
             if (a.sent_codes == 0) return;
             for (uint32_t i = blockIdx.x * kThreads + thread; i < 3 * (kHeads * dim / 32); i += gridDim.x * kThreads) {
                 send_three(a.sent_codes + 48 * (out_at / 32) + 16 * i, 0, 0, i % 3 == 2 ? __float_as_uint(scale) : 0, tag);
@@ -344,7 +302,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         }
     }
     const uint32_t splits = (list.n + split_rows - 1) / split_rows;
-    if (splits > (local ? gridDim.x : single ? 0xffffffffu : a.most_splits)) {
+    if (splits > (LONG ? a.most_splits : local ? gridDim.x : single ? 0xffffffffu : a.most_splits)) {
         // The step's context class was too small.
         if (thread == 0) report_fault(view, 0x6c610001);
         if (!waits) pdl_wait();
@@ -357,7 +315,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     uint16_t* weights = reinterpret_cast<uint16_t*>(scores + kShares * kHeads * kScoreStride);  // [terms][kHeads][kWeightStride]
     // What this block merges of every split: [splits][kHeads][share_stride].
     float* received = reinterpret_cast<float*>(weights + kWeightTerms * kHeads * kWeightStride);
-    const uint32_t share = share_of(quads, gridDim.x), share_stride = 4 * share + 8;
+    const uint32_t share = share_of(quads, LONG ? kLongBlocks : gridDim.x), share_stride = 4 * share + 8;
     // Brings a split's rows. Each warp takes five, and needs no other for them. First they are found, and those that are
     // stored as Fp8 are sent for as they are, to where the scores will be: eight bytes at a time, all at once.
     uint8_t* raw = reinterpret_cast<uint8_t*>(scores) + warp * kOwn * row_bytes;
@@ -490,13 +448,29 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
 #pragma unroll
         for (uint32_t j = 0; j < 8; ++j) total[i][j / 4][j % 4] = 0.0f;
     }
+    // The block's share of the sums of a round's splits, and their weights, come from the cluster. Only LONG has a second round.
+    auto splits_of = [&](uint32_t turn) { return LONG ? min(kLongBlocks, splits - turn * kLongBlocks) : splits; };
+    auto expect = [&](uint32_t turn) {
+        const uint32_t fours = min(share, quads - min(quads, blockIdx.x * share)), n = splits_of(turn);
+        const uint32_t others = fours != 0 ? n - (blockIdx.x < n ? 1 : 0) : 0;
+        if (thread == 0) parcel_expect(&weighed, n * kHeads * 8), parcel_expect(&parcel, others * kHeads * 4 * share_stride);
+    };
     if (local) {
         cluster_wait();
-        // The block's share of every split's sums, and their weights.
-        const uint32_t fours = min(share, quads - min(quads, blockIdx.x * share));
-        const uint32_t others = fours != 0 ? splits - (blockIdx.x < splits ? 1 : 0) : 0;
-        if (thread == 0) parcel_expect(&weighed, splits * kHeads * 8), parcel_expect(&parcel, others * kHeads * 4 * share_stride);
+        expect(0);
     }
+    uint32_t turn = 0;
+    const uint32_t turns = LONG ? (splits + kLongBlocks - 1) / kLongBlocks : 1;
+    Merged<1> merged;
+    auto merge_round = [&](uint32_t turn) {
+        merge_parts<kLongBlocks>(merged, weight_of, received, share, splits_of(turn), &weighed, &parcel, turn % 2, []() {}, []() {});
+    };
+    // Where a round ends that is not the last.
+    auto next_turn = [&]() {
+        if (turn + 1 == turns) return;
+        expect(turn + 1);
+        cluster_arrive();
+    };
     for (uint32_t split = blockIdx.x; split < splits; split += gridDim.x) {
         const uint32_t here = min(split_rows, list.n - split * split_rows);
         if (!tiles) send(split, PLANES == 1 && split == blockIdx.x ? pick : pick_of(split));
@@ -510,10 +484,12 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
             for (uint32_t j = 0; j < 8; ++j) c[i][j / 4][j % 4] = 0.0f;
         }
         for (uint32_t plane = 0; plane < PLANES; ++plane) {
-            if (!tiles) bring(plane);
-            if (split == blockIdx.x && plane == 0) {
+            // Queries that are there are cut while rows are on their way.
+            const bool first = split == blockIdx.x && plane == 0, cuts_early = PLANES == 1 && first && (waits || sent);
+            if (!tiles && !cuts_early) bring(plane);
+            if (first) {
                 if (PLANES == 1) consts.store(angles, sink_of);
-                if (!tiles) marks.mark(3);
+                if (!tiles && !cuts_early) marks.mark(3);
                 if (!waits && !sent) {
                     pdl_wait();
                     marks.mark(2);
@@ -524,7 +500,8 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                 cut_queries();
                 marks.mark(7);
             }
-            if (tiles) parcel_wait(&landed), marks.mark(3);
+            if (!tiles && cuts_early) bring(plane), marks.mark(3);
+            if (tiles) parcel_wait(&landed, turn % 2), marks.mark(3);
             __syncthreads();
 #pragma unroll
             for (uint32_t i = 0; i < kMaxLatent / 16 / kShares; ++i) {
@@ -550,6 +527,8 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
             }
             if (PLANES > 1 && plane + 1 < PLANES) __syncthreads();
         }
+        // Everybody has what was sent from there, and has merged it.
+        if (LONG && turn != 0) cluster_wait();
         float* own = scores + (warp % kShares * kHeads + (lane >> 2)) * kScoreStride + first_tile * 16 + (lane & 3) * 2;
 #pragma unroll
         for (uint32_t i = 0; i < kTiles; ++i) {
@@ -594,7 +573,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         for (int half = 16; half > 0; half >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(kFull, sum, half));
         if (local) {
             if (lane < gridDim.x) {
-                send2(in_block(shared_at(&weight_of[split][warp]), lane), in_block(shared_at(&weighed), lane), top, sum);
+                send2(in_block(shared_at(&weight_of[blockIdx.x][warp]), lane), in_block(shared_at(&weighed), lane), top, sum);
             }
         } else if (lane == 0) {
             part_m[warp] = top, part_l[warp] = sum;
@@ -668,7 +647,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                     if (local) {
                         // Where the scores were, for the block that merges these values; this block's own where it looks for them.
                         const uint32_t block = (first_pair + i) * 4 / share;
-                        float* to = block == blockIdx.x ? received + split * kHeads * share_stride : scores + block * kHeads * share_stride;
+                        float* to = block == blockIdx.x ? received + blockIdx.x * kHeads * share_stride : scores + block * kHeads * share_stride;
                         to += low * share_stride + e - block * share * 4;
                         *reinterpret_cast<float2*>(to) = make_float2(o[i][j][0], o[i][j][1]);
                         *reinterpret_cast<float2*>(to + 8 * share_stride) = make_float2(o[i][j][2], o[i][j][3]);
@@ -684,10 +663,17 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
             __syncthreads();
             if (thread * share < quads && thread < gridDim.x && thread != blockIdx.x) {
                 const uint32_t heads_of = kHeads * share_stride;
-                send_lines(in_block(shared_at(received + split * heads_of), thread), shared_at(scores + thread * heads_of), 4 * heads_of,
+                send_lines(in_block(shared_at(received + blockIdx.x * heads_of), thread), shared_at(scores + thread * heads_of), 4 * heads_of,
                            in_block(shared_at(&parcel), thread));
             }
-            break;
+            if (!LONG) break;
+            // Everybody has read the tile.
+            if (thread == 0 && split + kLongBlocks < splits) bring_tile(split + kLongBlocks);
+            if (turn == 0) pdl_wait();
+            merge_round(turn);
+            next_turn();
+            ++turn;
+            continue;
         }
         if (thread < heads) {
             *reinterpret_cast<float2*>(parts + thread * to_next + dim) = make_float2(part_m[thread], part_l[thread]);
@@ -700,7 +686,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         __syncthreads();
     }
     // Whoever has queries that were sent has not waited yet.
-    if (!waits && (blockIdx.x >= splits || sent)) pdl_wait();
+    if (!waits && (LONG ? turn == 0 : blockIdx.x >= splits || sent)) pdl_wait();
     if (single) {
         // Through shared memory, where the rows were: from two values a lane to four.
         const uint32_t low = lane >> 2, high = low + 8, part_stride = dim + 4;
@@ -729,59 +715,34 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         return;
     }
     if (apart) return;
-    // The cluster's blocks merge, each its share: how splits are weighed is known before their sums come.
-    by_share(share, [&](auto lanes, auto items) {
-        constexpr uint32_t kLanes = decltype(lanes)::n, kFours = decltype(items)::n;
-        const uint32_t head = thread / kLanes, first = thread % kLanes;
-        const bool merges = head < kHeads;
-        float keep[kMostBlocks], add[kMostBlocks], factor = 0.0f;
-        if (merges) {
-            parcel_wait(&weighed);
-            // A lane finds out how its split joins those before, and tells the head's others.
-            float m = -ARC_INF, l = 0.0f, own_keep, own_add;
-            const uint32_t own = min(first, splits - 1);
-#pragma unroll
-            for (uint32_t s = 0; s < kMostBlocks; ++s) {
-                const float other = weight_of[s][head].x;
-                m = s < own && other > m ? other : m;
-            }
-            join(m, weight_of[own][head].x, own_keep, own_add);
-#pragma unroll
-            for (uint32_t s = 0; s < kMostBlocks; ++s) {
-                keep[s] = __shfl_sync(kFull, own_keep, s, kLanes), add[s] = __shfl_sync(kFull, own_add, s, kLanes);
-                if (s < splits) l = joined(l, keep[s], weight_of[s][head].y, add[s]);
-            }
-            // A score was NaN: so is what the heads read.
-            factor = finish(__shfl_sync(kFull, m, splits - 1, kLanes), l, TILES && faulty ? ARC_NAN : sink_of[head]);
-        }
-        parcel_wait(&parcel);
+    // The cluster's blocks merge, each its share. What a block has sent is read from its shared memory until everybody has received
+    // everything.
+    auto received_all = [&]() {
         marks.mark(5);
-        // What a block has sent is read from its shared memory until everybody has received everything.
         cluster_arrive_relaxed();
-        if (!merges) return;
-        float y[kFours][4];
-#pragma unroll
-        for (uint32_t k = 0; k < kFours; ++k) y[k][0] = y[k][1] = y[k][2] = y[k][3] = 0.0f;
-        constexpr uint32_t kTogether = 4;
-#pragma unroll
-        for (uint32_t before = 0; before < kMostBlocks; before += kTogether) {
-            if (before >= splits) continue;
-            float4 x[kTogether][kFours];
-#pragma unroll
-            for (uint32_t s = 0; s < kTogether; ++s) {
-#pragma unroll
-                for (uint32_t k = 0; k < kFours; ++k) {
-                    const uint32_t split = min(before + s, splits - 1), i = min(first + 32 * k, share - 1);
-                    x[s][k] = *reinterpret_cast<const float4*>(received + (split * kHeads + head) * share_stride + 4 * i);
-                }
-            }
-#pragma unroll
-            for (uint32_t s = 0; s < kTogether; ++s) {
-                if (before + s < splits) join_items(y, keep[before + s], x[s], add[before + s]);
-            }
+    };
+    if constexpr (LONG) {
+        if (turn != turns) {
+            // The block has nothing of the last round.
+            if (turn != 0) cluster_wait();
+            merge_round(turn);
         }
-        leave_merged<kLanes>(a, out_at, dim, share, factor, angles, y, tag);
-    });
+        received_all();
+        if (thread / kLongBlocks >= kHeads) return cluster_wait();
+        leave_merged<kLongBlocks>(a, out_at, dim, share, finish(merged.m, merged.l, sink_of[thread / kLongBlocks]), angles, merged.y, tag);
+    } else {
+        by_share(share, [&](auto lanes, auto items) {
+            constexpr uint32_t kLanes = decltype(lanes)::n, kFours = decltype(items)::n;
+            const uint32_t head = thread / kLanes;
+            Merged<kFours> of;
+            float factor = 0.0f;
+            // A score was NaN: so is what the heads read.
+            auto known = [&]() { factor = finish(of.m, of.l, TILES && faulty ? ARC_NAN : sink_of[head]); };
+            merge_parts<kLanes>(of, weight_of, received, share, splits, &weighed, &parcel, 0, known, received_all);
+            if (head >= kHeads) return;
+            leave_merged<kLanes>(a, out_at, dim, share, factor, angles, of.y, tag);
+        });
+    }
     marks.mark(6);
     cluster_wait();
 }
@@ -790,62 +751,11 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
 
 // Grid: (blocks of splits, groups of 16 heads, rows).
 extern "C" __global__ void __launch_bounds__(544, 1) latent_attend_tiles(LatentArgs a, StepView view) { attend<1, 512, true>(a, view); }
+extern "C" __global__ void __launch_bounds__(544, 1) latent_attend_long(LatentArgs a, StepView view) {
+    attend<1, 512, true, true>(a, view);
+}
 extern "C" __global__ void __launch_bounds__(512, 1) latent_attend_512(LatentArgs a, StepView view) { attend<1, 512, false>(a, view); }
 extern "C" __global__ void __launch_bounds__(512, 1) latent_attend_packed(LatentArgs a, StepView view) { attend<1, 0, false>(a, view); }
 extern "C" __global__ void __launch_bounds__(512, 1) latent_attend_f32(LatentArgs a, StepView view) { attend<3, 0, false>(a, view); }
-
-// Merges what blocks apart left in `parts`. Grid: (shares of a head's values, groups of 16 heads, rows).
-extern "C" __global__ void __launch_bounds__(512, 1) latent_merge(LatentArgs a, StepView view) {
-    __shared__ float sink_of[kHeads];
-    __shared__ __align__(16) float angles[kRopeDim];
-    pdl_launch();
-    const uint32_t r = blockIdx.z, first_head = blockIdx.y * kHeads;
-    const RowInfo info = info_early(view, r);
-    const List list = list_of(a, r, info);
-    HeadConsts consts;
-    consts.load(a, info);
-    consts.store(angles, sink_of);
-    __syncthreads();
-    pdl_wait();
-    // Those rows are complete.
-    if (!info.live || (list.chosen != nullptr && list.chosen[0] == kIndexFault)) return;
-    const uint32_t share = share_of(a.dim / 4, gridDim.x), splits = (list.n + split_len(a) - 1) / split_len(a);
-    if (splits > a.most_splits) return;
-    const float* parts = a.parts + (size_t)r * a.heads * a.most_splits * (a.dim + 2);
-    const size_t at = ((size_t)r * a.heads + first_head) * a.dim;
-    by_share(share, [&](auto lanes, auto items) {
-        constexpr uint32_t kLanes = decltype(lanes)::n, kFours = decltype(items)::n, kTogether = 8;
-        const uint32_t lane = threadIdx.x % kLanes, head = threadIdx.x / kLanes;
-        if (head >= kHeads) return;
-        float y[kFours][4], m = -ARC_INF, l = 0.0f;
-#pragma unroll
-        for (uint32_t k = 0; k < kFours; ++k) y[k][0] = y[k][1] = y[k][2] = y[k][3] = 0.0f;
-        for (uint32_t first = 0; first < splits; first += kTogether) {
-            float2 ml[kTogether];
-            float4 x[kTogether][kFours];
-#pragma unroll
-            for (uint32_t s = 0; s < kTogether; ++s) {
-                const uint32_t split = min(first + s, splits - 1);
-                const float* part = parts + ((size_t)min(first_head + head, a.heads - 1) * a.most_splits + split) * (a.dim + 2);
-                ml[s] = *reinterpret_cast<const float2*>(part + a.dim);
-#pragma unroll
-                for (uint32_t k = 0; k < kFours; ++k) {
-                    const float* from = part + 4 * min(blockIdx.x * share + min(lane + 32 * k, share - 1), a.dim / 4 - 1);
-                    const float2 low = *reinterpret_cast<const float2*>(from), high = *reinterpret_cast<const float2*>(from + 2);
-                    x[s][k] = make_float4(low.x, low.y, high.x, high.y);
-                }
-            }
-#pragma unroll
-            for (uint32_t s = 0; s < kTogether; ++s) {
-                if (first + s >= splits) continue;
-                float keep, add;
-                join(m, ml[s].x, keep, add);
-                l = joined(l, keep, ml[s].y, add);
-                join_items(y, keep, x[s], add);
-            }
-        }
-        leave_merged<kLanes>(a, at, a.dim, share, finish(m, l, sink_of[head]), angles, y, 0);
-    });
-}
 
 }  // namespace arc

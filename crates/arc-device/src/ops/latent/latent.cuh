@@ -73,7 +73,7 @@ struct LatentArgs {
 static_assert(sizeof(LatentArgs) == 376);
 
 // Rows that there is room for in tiles: TILE_ROWS of latent/cuda.rs. Keys of a block of index_choose.
-constexpr uint32_t kTileRows = 2304, kChooserKeys = 32;
+constexpr uint32_t kTileRows = 8448, kChooserKeys = 32;
 
 // Rows of a split of the attention, which sums their values together.
 constexpr uint32_t kSplitRows = 80;

@@ -27,10 +27,11 @@ __device__ __forceinline__ void parcel_init(uint64_t* bar) {
 __device__ __forceinline__ void parcel_expect(uint64_t* bar, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_at(bar)), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void parcel_wait(uint64_t* bar) {
+// `turn`: 0 and 1 by turns, where it is used again.
+__device__ __forceinline__ void parcel_wait(uint64_t* bar, uint32_t turn = 0) {
     asm volatile(
         "{\n.reg .pred done;\nmore:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n@!done bra more;\n}" ::"r"(shared_at(bar))
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra more;\n}" ::"r"(shared_at(bar)), "r"(turn)
         : "memory");
 }
 
