@@ -187,16 +187,17 @@ struct Block : Run {
             prefix = (prefix << bits) | found.bin;
             above = found.above;
             u32 mine = 0;
+            u64 last = 0;
 #pragma unroll 1
             for (u32 i = threadIdx.x; i < n; i += kThreads) {
-                if ((e[i] >> shift) == prefix && w(i) != 0) {
-                    sh().entry = e[i];
-                    ++mine;
-                }
+                if ((e[i] >> shift) == prefix && w(i) != 0) last = e[i], ++mine;
             }
-            // One is left, or they differ in no bit any more.
+            // Until one is left, or they differ in no bit any more.
             const bool several = __syncthreads_or(mine > 1);
-            if ((__syncthreads_count(mine) <= 1 && !several) || shift == 0) return sh().entry;
+            if ((__syncthreads_count(mine) > 1 || several) && shift != 0) continue;
+            if (mine != 0) sh().entry = last;
+            __syncthreads();
+            return sh().entry;
         }
     }
 
