@@ -7,6 +7,11 @@ namespace arc {
 
 constexpr uint32_t kNoRow = 0xffffffffu;
 
+template <int N>
+struct Together {
+    static constexpr int n = N;
+};
+
 // A block of BM outputs by up to BN rows. `blockIdx.x`: block of rows, of all parts or experts one after the other;
 // `blockIdx.y`: block of outputs. In a pair, the first half of the outputs are gates and the others their ups.
 template <int BM, int BN>
@@ -97,13 +102,6 @@ struct Tables {
         return true;
     }
 
-    // Output `o` of the block for row r; `up`: its partner in a pair.
-    __device__ __forceinline__ void store(const Product& p, uint32_t r, uint32_t end, uint32_t o, float v, float up) const {
-        if (r >= end || o % 8 >= rows[o / 8]) return;
-        const uint32_t out_row = p.bounds != 0 && p.scatter ? reinterpret_cast<const uint32_t*>(p.order)[r] : r;
-        put(p, out_row, r, column[o / 8] + o % 8, v, up);
-    }
-
     // The same of the sum of a row's experts and the output: their products come together, of two outputs at a time.
     __device__ __forceinline__ void store_routed(const Product& p, uint32_t row, uint32_t end, const float* values, uint32_t stride) const {
         constexpr int kTogether = 8;
@@ -139,15 +137,41 @@ struct Tables {
     }
 
     // All outputs of rows `row .. end`, by the block, neighbours side by side: output o of the n-th of them is
-    // `values[n * stride + o]`.
+    // `values[n * stride + o]`, and behind the outputs of a pair are their partners. A thread has a column, of every few rows, some of
+    // which it takes together.
     __device__ __forceinline__ void store_all(const Product& p, uint32_t row, uint32_t end, const float* values,
                                               uint32_t stride) const {
         const uint32_t outputs = p.pair ? BM / 2 : BM;
         if (p.epilogue == kThenRouted) return store_routed(p, row, end, values, stride);
-        for (uint32_t i = threadIdx.x; i < outputs * (end - row); i += blockDim.x) {
-            const uint32_t o = i & (outputs - 1), n = i / outputs;
-            const float* at = values + n * stride + o;
-            store(p, row + n, end, o, *at, p.pair ? at[BM / 2] : 0.0f);
+        const uint32_t* order = p.bounds != 0 && p.scatter ? reinterpret_cast<const uint32_t*>(p.order) : nullptr;
+        const uint32_t step = max(blockDim.x / outputs, 1u);
+        for (uint32_t o = threadIdx.x & (outputs - 1); o < outputs; o += blockDim.x) {
+            if (o % 8 >= rows[o / 8]) continue;
+            const uint32_t to = column[o / 8] + o % 8;
+            const auto each = [&](auto together, auto left) {
+                constexpr int kTogether = decltype(together)::n;
+#pragma unroll 1
+                for (uint32_t first = row + threadIdx.x / outputs; first < end; first += kTogether * step) {
+                    uint32_t out_row[kTogether];
+                    float v[kTogether], up[kTogether];
+#pragma unroll
+                    for (int k = 0; k < kTogether; ++k) {
+                        const uint32_t r = min(first + k * step, end - 1);
+                        const float* at = values + (r - row) * stride + o;
+                        v[k] = *at, up[k] = p.pair ? at[BM / 2] : 0.0f, out_row[k] = order != nullptr ? order[r] : r;
+                    }
+#pragma unroll
+                    for (int k = 0; k < kTogether; ++k) {
+                        if (first + k * step < end) left(out_row[k], first + k * step, v[k], up[k]);
+                    }
+                }
+            };
+            if (p.epilogue == kThenStore) {
+                float* out = reinterpret_cast<float*>(p.out) + to;
+                each(Together<8>(), [&](uint32_t out_row, uint32_t, float v, float) { out[(size_t)out_row * p.out_stride] = v; });
+            } else {
+                each(Together<2>(), [&](uint32_t out_row, uint32_t r, float v, float up) { put(p, out_row, r, to, v, up); });
+            }
         }
     }
 };
