@@ -8,9 +8,8 @@ use crate::ops::hc;
 use crate::ops_v4::{ExpertConfig, ExpertWeights, ExpertWork, RouterWeights};
 use crate::{MemoryClass, ModelShape};
 
-/// Rows that one kernel takes from scores to assignments.
+/// Rows that one kernel takes from scores to assignments, and experts of which it can choose.
 const FEW_ROWS: usize = 8;
-/// Experts of which it can choose; of one row, among exactly so many, a kernel of its own does.
 const FEW_EXPERTS: usize = 256;
 /// Experts of which the kernel of one row's experts can choose, and warps of its blocks that have a chunk of one's row each.
 pub(crate) const ONE_EXPERTS: usize = FEW_EXPERTS;
@@ -26,11 +25,9 @@ const THREADS: u32 = 256;
 pub(crate) struct Workspace {
     /// `[rows, experts]`.
     scores: Option<CudaBuf<f32>>,
-    /// Blocks that have finished; 0 between launches.
-    done: Option<CudaBuf<u32>>,
-    /// Scores of one row on their way; 0 between launches.
+    /// Scores of few rows on their way, `[FEW_ROWS, FEW_EXPERTS]`; 0 between launches.
     posts: Option<CudaBuf<u32>>,
-    /// The same in the kernel of its experts, each with the number of its launch.
+    /// Those of one row in the kernel of its experts, each with the number of its launch.
     numbered: Option<CudaBuf<u32>>,
 }
 
@@ -67,8 +64,7 @@ impl Workspace {
         let len = dev.limits.rows * MAX_EXPERTS;
         Ok(Workspace {
             scores: Some(dev.take("scores", MemoryClass::Workspace, len)?),
-            done: Some(dev.take("scores", MemoryClass::Workspace, 1)?),
-            posts: Some(dev.take("scores", MemoryClass::Workspace, FEW_EXPERTS)?),
+            posts: Some(dev.take("scores", MemoryClass::Workspace, FEW_ROWS * FEW_EXPERTS)?),
             numbered: Some(dev.take("scores", MemoryClass::Workspace, 2 * ONE_EXPERTS)?),
         })
     }
@@ -139,39 +135,18 @@ pub(crate) fn gate(
 
 /// Chooses experts of few rows by a kernel of its own.
 pub(crate) fn choose_few(dev: &mut Cuda, gate: &Gate, rows: usize) -> Result<()> {
-    let (scores, done) = scores(dev, rows * gate.experts as usize);
     let hidden = gate.chunks as usize * SUM_CHUNK;
     let (kernel, per) = few(hidden, gate.experts as usize, rows).expect("few rows of few chunks");
     let Gate { h, gate: from, table, bias, ids, weights, order, bounds, infos, mixing, .. } = *gate;
     let Gate { experts, chosen, scale, iterations, eps, .. } = *gate;
-    let blocks = experts.div_ceil(per) + u32::from(mixing != 0);
-    if rows == 1 && experts as usize == FEW_EXPERTS {
-        let kernel = match per {
-            8 => kernel!("arc_router_one_1"),
-            4 => kernel!("arc_router_one_2"),
-            _ => kernel!("arc_router_one_4"),
-        };
-        let posts = dev.router.posts.as_ref().map_or(0, CudaBuf::ptr);
-        #[rustfmt::skip]
-        let args: &[Arg<'_>] = args![
-            ids, weights, order, bounds, posts, h, from, table, bias, infos, chosen, scale, mixing, iterations, eps,
-        ];
-        return dev.launch(kernel, Grid::new(blocks + 1, THREADS), args);
-    }
+    let blocks = experts.div_ceil(per) + 1 + u32::from(mixing != 0);
+    let posts = dev.router.posts.as_ref().expect("`finish` was told that the model gathers").ptr();
     let n = rows as u32;
     #[rustfmt::skip]
     let args: &[Arg<'_>] = args![
-        ids, weights, order, bounds, scores, done, h, from, table, bias, infos, experts, chosen, scale, n, mixing, iterations, eps,
+        ids, weights, order, bounds, posts, h, from, table, bias, infos, experts, chosen, scale, n, mixing, iterations, eps,
     ];
     dev.launch(kernel, Grid::new(blocks, THREADS), args)
-}
-
-/// Where scores go, and a counter.
-fn scores(dev: &Cuda, len: usize) -> (u64, u64) {
-    let own = dev.router.scores.as_ref().zip(dev.router.done.as_ref());
-    let (scores, done) = own.expect("`finish` was told that the model gathers");
-    assert!(scores.len() >= len, "{len} scores");
-    (scores.ptr(), done.ptr())
 }
 
 /// Chooses experts and sorts assignments: `ws.ids`, `ws.weights`, `ws.order`, `ws.bounds`. `h`: `[rows, hidden]`.
@@ -190,7 +165,9 @@ pub(crate) fn choose(
     }
     check(ws, h, w, cfg, rows);
     let (table, bias) = choice(w);
-    let (scores, _) = scores(dev, rows * experts);
+    let scores = dev.router.scores.as_ref().expect("`finish` was told that the model gathers");
+    assert!(scores.len() >= rows * experts, "{rows} rows of scores");
+    let scores = scores.ptr();
     let (ids, weights, order, bounds) = (ws.ids.ptr(), ws.weights.ptr(), ws.order.ptr(), ws.bounds.ptr());
     let (h, gate, infos, scale) = (h.ptr(), w.gate.ptr(), dev.view().infos(), cfg.router.scale);
     let (n, width, of, most) = (rows as u32, hidden as u32, experts as u32, chosen as u32);

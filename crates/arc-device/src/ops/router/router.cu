@@ -1,7 +1,6 @@
 // Router: scores, choice and, where rows are few, the step's assignments. Exact: the bits of router.rs and moe.rs.
 //
-// One row:    router_one: a warp has one chunk of one expert's dot product; one block more chooses among 256.
-// Few rows:   router_few: as many warps; the last block to finish chooses.
+// Few rows:   router_few: a warp has one chunk of one expert's dot products; one block more chooses.
 // Many rows:  router_scores (tiles of 16 rows and 32 experts), router_choose (a warp a row), moe_assign.
 // Any width:  router_scores_any.
 #include "../../copies.cuh"
@@ -17,7 +16,7 @@ using namespace arc::router;
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kFewRows = 8, kFewExperts = kOneExperts;
+constexpr int kFewRows = 8;
 
 // Experts of a row by one warp, from its scores.
 template <typename Bias>
@@ -57,184 +56,118 @@ __device__ __forceinline__ void dots(float* sums, int stride, const float4 (&w)[
     }
 }
 
-// CHUNKS warps an expert, 8 / CHUNKS experts a block, up to 8 rows and 256 experts. The gate's values are loaded before the wait.
-// `done`: a counter that is 0 between launches. `mixing`: null, or mixing values that one block more settles.
+// Up to 8 rows and 256 experts. CHUNKS warps have an expert, 8 / CHUNKS experts a block, whose gate's values are loaded before the
+// wait. Every score is a word by itself that one block more looks for, a warp a row, so that no fence and no counter is waited for.
+// `posts`: [8, 256], 0 between launches. `mixing`: null, or mixing values that another block settles.
 template <int CHUNKS>
 __device__ __forceinline__ void router_few(unsigned* ids, float* weights, unsigned* order, unsigned* bounds,
-                                           float* scores, unsigned* done, const float* h, const float* gate,
-                                           const unsigned* table, const float* bias, const RowInfo* infos,
-                                           unsigned experts, unsigned chosen, float scale, unsigned rows,
-                                           float* mixing, unsigned iterations, float eps) {
+                                           unsigned* posts, const float* h, const float* gate, const unsigned* table,
+                                           const float* bias, const RowInfo* infos, unsigned experts, unsigned chosen,
+                                           float scale, unsigned rows, float* mixing, unsigned iterations, float eps) {
     constexpr int kExperts = kWarps / CHUNKS, kHidden = CHUNKS * kSumChunk;
+    static_assert(kWarps == kFewRows, "a warp a row");
     __shared__ float sums[kFewRows][kExperts][CHUNKS];
-    __shared__ float all[kFewRows * kFewExperts];
-    __shared__ Chosen found[kFewRows];
+    __shared__ Contest contests[kFewRows];
     __shared__ __align__(16) unsigned assigned[kFewRows * kMaxChosen];
-    __shared__ bool last;
     pdl_launch();
     const int t = threadIdx.x, warp = t / 32, lane = t % 32, chunk = warp % CHUNKS;
-    const unsigned blocks = gridDim.x - (mixing != nullptr);
-    if (blockIdx.x == blocks) {
-        // One block more, for what the site before has put off.
-        pdl_wait();
-        if (warp < (int)rows) hc::settle(mixing + warp * hc::kMixes, iterations, eps);
-        return;
-    }
-    const unsigned expert = min(blockIdx.x * kExperts + warp / CHUNKS, experts - 1);
-    float4 w[kChunkReads];
-    const float4* from = reinterpret_cast<const float4*>(gate + (size_t)expert * kHidden + chunk * kSumChunk) + lane;
-#pragma unroll
-    for (int j = 0; j < kChunkReads; ++j) w[j] = load_early(from + 32 * j);
-    if (t < CHUNKS) prefetch(h + t * kSumChunk);
-    pdl_wait();
-    const float* x = h + chunk * kSumChunk;
-    float* to = &sums[0][warp / CHUNKS][chunk];
-    if (rows <= 2) dots<2>(to, kExperts * CHUNKS, w, x, kHidden, 0, rows);
-    for (unsigned r = 0; rows > 2 && r < rows; r += 4) dots<4>(to, kExperts * CHUNKS, w, x, kHidden, r, rows);
-    __syncthreads();
-    if (t < (int)rows * kExperts) {
-        const unsigned r = t / kExperts, e = blockIdx.x * kExperts + t % kExperts;
-        float logit = 0.0f;
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) logit = __fadd_rn(logit, sums[r][t % kExperts][c]);
-        if (e < experts) scores[r * experts + e] = score(logit);
-        __threadfence();
-    }
-    __syncthreads();
-    if (t == 0) last = atomicAdd(done, 1u) == blocks - 1;
-    // What the last block needs beside the scores, on its way meanwhile.
-    const uint2* info = reinterpret_cast<const uint2*>(infos + (lane < (int)rows ? lane : 0));
-    const unsigned live = __ballot_sync(kFullWarp, __ldcg(info).x != 0), token = __ldcg(info + 1).y;
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-    for (unsigned i = t; i < rows * experts; i += blockDim.x) all[i] = __ldcg(scores + i);
-    if (t == 0) *done = 0;
-    for (int i = t; i < kFewRows * kMaxChosen; i += blockDim.x) assigned[i] = 0xffffffffu;
-    __syncthreads();
-    if (warp < (int)rows) {
-        const unsigned* picks = table ? table + (size_t)__shfl_sync(kFullWarp, token, warp) * chosen : nullptr;
-        choose<kFewExperts / 32>(ids + warp * chosen, weights + warp * chosen, found[warp], all + warp * experts, picks,
-                                 [&](int i) { return __ldg(bias + lane + 32 * i); }, experts, chosen, scale);
-        __syncwarp();
-        if (lane < (int)chosen) {
-            assigned[warp * chosen + lane] = live >> warp & 1 ? found[warp].ids[lane] : 0xffffffffu;
-        }
-    }
-    __syncthreads();
-    moe::assign_few(order, bounds, assigned, rows * chosen, experts);
-}
-
-}  // namespace
-
-#define ARC_ROUTER_FEW(CHUNKS)                                                                                         \
-    extern "C" __global__ void __launch_bounds__(32 * kWarps) arc_router_few_##CHUNKS(                                 \
-        unsigned* ids, float* weights, unsigned* order, unsigned* bounds, float* scores, unsigned* done,               \
-        const float* h, const float* gate, const unsigned* table, const float* bias, const RowInfo* infos,             \
-        unsigned experts, unsigned chosen, float scale, unsigned rows, float* mixing, unsigned iterations, float eps) {  \
-        router_few<CHUNKS>(ids, weights, order, bounds, scores, done, h, gate, table, bias, infos, experts, chosen,    \
-                           scale, rows, mixing, iterations, eps);                                                      \
-    }
-ARC_ROUTER_FEW(1)
-ARC_ROUTER_FEW(2)
-ARC_ROUTER_FEW(4)
-
-// ---- one row ----
-
-namespace {
-
-// As router_few, for one row and 256 experts, and shortly: every score is a word by itself that one block more looks for, so
-// that no fence and no counter is waited for. That block takes no room that another needs to start.
-// `posts`: [256], 0 between launches.
-template <int CHUNKS>
-__device__ __forceinline__ void router_one(unsigned* ids, float* weights, unsigned* order, unsigned* bounds, unsigned* posts,
-                                           const float* h, const float* gate, const unsigned* table, const float* bias,
-                                           const RowInfo* infos, unsigned chosen, float scale, float* mixing,
-                                           unsigned iterations, float eps) {
-    constexpr int kExperts = kWarps / CHUNKS, kHidden = CHUNKS * kSumChunk, kBlocks = kOneExperts / kExperts;
-    __shared__ float sums[kExperts][CHUNKS];
-    __shared__ Contest contest;
-    pdl_launch();
-    const int t = threadIdx.x, warp = t / 32, lane = t % 32, chunk = warp % CHUNKS;
-    if (blockIdx.x < kBlocks) {
+    const unsigned blocks = gridDim.x - 1 - (mixing != nullptr);
+    if (blockIdx.x < blocks) {
         const Marks marks(kMarkRouter);
-        const unsigned first = blockIdx.x * kExperts;
+        const unsigned first = blockIdx.x * kExperts, expert = min(first + warp / CHUNKS, experts - 1);
         float4 w[kChunkReads];
-        const float4* from =
-            reinterpret_cast<const float4*>(gate + (size_t)(first + warp / CHUNKS) * kHidden + chunk * kSumChunk) + lane;
+        const float4* from = reinterpret_cast<const float4*>(gate + (size_t)expert * kHidden + chunk * kSumChunk) + lane;
 #pragma unroll
         for (int j = 0; j < kChunkReads; ++j) w[j] = load_early(from + 32 * j);
         if (t < CHUNKS) prefetch(h + t * kSumChunk);
         pdl_wait();
         marks.mark(2);
-        dots<1>(&sums[warp / CHUNKS][chunk], 0, w, h + chunk * kSumChunk, kHidden, 0, 1);
+        const float* x = h + chunk * kSumChunk;
+        float* to = &sums[0][warp / CHUNKS][chunk];
+        if (rows == 1) dots<1>(to, kExperts * CHUNKS, w, x, kHidden, 0, rows);
+        if (rows == 2) dots<2>(to, kExperts * CHUNKS, w, x, kHidden, 0, rows);
+        for (unsigned r = 0; rows > 2 && r < rows; r += 4) dots<4>(to, kExperts * CHUNKS, w, x, kHidden, r, rows);
         __syncthreads();
         marks.mark(3);
-        if (t < kExperts) {
+        const unsigned r = t / kExperts, e = first + t % kExperts;
+        if (r < rows && e < experts) {
             float logit = 0.0f;
 #pragma unroll
-            for (int c = 0; c < CHUNKS; ++c) logit = __fadd_rn(logit, sums[t][c]);
+            for (int c = 0; c < CHUNKS; ++c) logit = __fadd_rn(logit, sums[r][t % kExperts][c]);
             const unsigned word = posted(score(logit));
-            asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(posts + first + t), "r"(word) : "memory");
+            asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(posts + r * kOneExperts + e), "r"(word) : "memory");
         }
         marks.mark(4);
-    } else if (blockIdx.x == kBlocks) {
+    } else if (blockIdx.x == blocks) {
         const Marks marks(kMarkChooser);
-        if (warp != 0) return pdl_wait();
         float scores[kLaneExperts], own_bias[kLaneExperts];
 #pragma unroll
-        for (int i = 0; i < kLaneExperts; ++i) own_bias[i] = table != nullptr ? 0.0f : __ldg(bias + lane + 32 * i);
+        for (int i = 0; i < kLaneExperts; ++i) {
+            own_bias[i] = table != nullptr ? 0.0f : __ldg(bias + min((unsigned)(lane + 32 * i), experts - 1));
+        }
+        if (t < kFewRows * kMaxChosen) assigned[t] = 0xffffffffu;
+        __syncthreads();
         pdl_wait();
         marks.mark(2);
-        const uint2* info = reinterpret_cast<const uint2*>(infos);
-        const bool live = __ldcg(info).x != 0;
-        unsigned pick = 0;
-        if (table != nullptr && lane < (int)chosen) pick = __ldg(table + (size_t)__ldcg(info + 1).y * chosen + lane);
-        bool there, faulty = false;
-        do {
-            there = true;
+        if (warp < (int)rows) {
+            Contest& contest = contests[warp];
+            const uint2* info = reinterpret_cast<const uint2*>(infos + warp);
+            const bool live = __ldcg(info).x != 0;
+            unsigned pick = 0;
+            if (table != nullptr && lane < (int)chosen) pick = __ldg(table + (size_t)__ldcg(info + 1).y * chosen + lane);
+            unsigned* words = posts + warp * kOneExperts;
+            bool there, faulty = false;
+            do {
+                there = true;
 #pragma unroll
-            for (int i = 0; i < kLaneExperts; ++i) {
-                unsigned word;
-                asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(posts + lane + 32 * i) : "memory");
-                there &= word != 0;
-                scores[i] = score_of(word);
+                for (int i = 0; i < kLaneExperts; ++i) {
+                    unsigned word;
+                    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(words + min((unsigned)(lane + 32 * i), experts - 1)) : "memory");
+                    there &= word != 0;
+                    scores[i] = score_of(word);
+                }
+            } while (!__all_sync(kFullWarp, there));
+#pragma unroll
+            for (int i = 0; i < kLaneExperts; ++i) words[lane + 32 * i] = 0, faulty |= scores[i] != scores[i];
+            faulty = __any_sync(kFullWarp, faulty);
+            marks.mark(3);
+            if (table != nullptr) {
+                choose_named(contest, pick, chosen);
+                score_named(contest, scores, chosen);
+            } else {
+                choose_largest(contest, scores, own_bias, experts, chosen);
             }
-        } while (!there);
-#pragma unroll
-        for (int i = 0; i < kLaneExperts; ++i) posts[lane + 32 * i] = 0, faulty |= scores[i] != scores[i];
-        faulty = __any_sync(kFullWarp, faulty);
-        marks.mark(3);
-        if (table != nullptr) {
-            choose_named(contest, pick, chosen);
-            score_named(contest, scores, chosen);
-        } else {
-            choose_largest(contest, scores, own_bias, kOneExperts, chosen);
+            weigh(contest, faulty, chosen, scale);
+            if (lane < (int)chosen) {
+                const unsigned at = warp * chosen + lane;
+                ids[at] = contest.ids[lane], weights[at] = contest.weights[lane];
+                if (live) assigned[at] = contest.ids[lane];
+            }
         }
-        weigh(contest, faulty, chosen, scale);
-        leave_choice(ids, weights, order, bounds, contest, live, kOneExperts, chosen);
+        __syncthreads();
+        moe::assign_few(order, bounds, assigned, rows * chosen, experts);
         marks.mark(4);
     } else {
         // What the site before has put off.
         pdl_wait();
-        if (warp == 0) hc::settle(mixing, iterations, eps);
+        if (warp < (int)rows) hc::settle(mixing + warp * hc::kMixes, iterations, eps);
     }
 }
 
 }  // namespace
 
 // Grid: blocks of 8 / CHUNKS experts, one more, and where `mixing` is not null another.
-#define ARC_ROUTER_ONE(CHUNKS)                                                                                         \
-    extern "C" __global__ void __launch_bounds__(32 * kWarps) arc_router_one_##CHUNKS(                                 \
+#define ARC_ROUTER_FEW(CHUNKS)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(32 * kWarps) arc_router_few_##CHUNKS(                                 \
         unsigned* ids, float* weights, unsigned* order, unsigned* bounds, unsigned* posts, const float* h,             \
-        const float* gate, const unsigned* table, const float* bias, const RowInfo* infos, unsigned chosen,            \
-        float scale, float* mixing, unsigned iterations, float eps) {                                                  \
-        router_one<CHUNKS>(ids, weights, order, bounds, posts, h, gate, table, bias, infos, chosen, scale, mixing,     \
-                           iterations, eps);                                                                           \
+        const float* gate, const unsigned* table, const float* bias, const RowInfo* infos, unsigned experts,           \
+        unsigned chosen, float scale, unsigned rows, float* mixing, unsigned iterations, float eps) {                  \
+        router_few<CHUNKS>(ids, weights, order, bounds, posts, h, gate, table, bias, infos, experts, chosen, scale,    \
+                           rows, mixing, iterations, eps);                                                             \
     }
-ARC_ROUTER_ONE(1)
-ARC_ROUTER_ONE(2)
-ARC_ROUTER_ONE(4)
+ARC_ROUTER_FEW(1)
+ARC_ROUTER_FEW(2)
+ARC_ROUTER_FEW(4)
 
 // ---- many rows ----
 
