@@ -48,7 +48,8 @@ const GEMV: [[Kernel; 4]; 16] = [
     [kernel!("arc_matmul_gemv_fp8_1"), kernel!("arc_matmul_gemv_fp8_2"), kernel!("arc_matmul_gemv_fp8_4"), kernel!("arc_matmul_gemv_fp8_8")],
 ];
 
-/// Kernels of two products over few rows, of Q8_0 and of F16, by rows.
+/// Kernels of two products over few rows, of Q8_0 and of F16, by rows; most threads of their blocks.
+const TWO_THREADS: u32 = 384;
 const GEMV_TWO: [Kernel; 4] = [
     kernel!("arc_matmul_gemv_q8_0_and_f16_1"),
     kernel!("arc_matmul_gemv_q8_0_and_f16_2"),
@@ -317,7 +318,8 @@ impl Cuda {
         if rows == 1 { self.launch_or_hold(held) } else { self.launch_product_of(held) }
     }
 
-    /// One launch of a product of Q8_0 and one of F16. `None` where the rows do not fit in shared memory.
+    /// One launch of a product of Q8_0 and one of F16. `None` where the rows do not fit in shared memory, or tiles are so small that
+    /// a block would have more warps than the kernel.
     fn share_launch(&self, mut one: Product, mut two: Product, rows: usize) -> Option<Held> {
         // So many blocks each that the one with the most bytes has as few as can be.
         let processors = self.multiprocessors();
@@ -329,8 +331,8 @@ impl Cuda {
         let taken = plan::rows_taken(rows);
         let shape = one.cut_blocks(taken, Format::Q8_0, 1, false, first)?;
         let other = two.cut_blocks(taken, Format::F16, 1, false, processors - first)?;
-        let grid = Grid::new(shape.blocks + other.blocks, shape.threads.max(other.threads));
-        let grid = grid.shared(shape.shared.max(other.shared));
+        let threads = Some(shape.threads.max(other.threads)).filter(|threads| *threads <= TWO_THREADS)?;
+        let grid = Grid::new(shape.blocks + other.blocks, threads).shared(shape.shared.max(other.shared));
         Some(Held { kernel: GEMV_TWO[taken.ilog2() as usize], grid, product: one, beside: Some((two, shape.blocks)) })
     }
 

@@ -69,8 +69,9 @@ struct Gemv {
         return reinterpret_cast<float*>(smem + p.floats_at) + (r * p.cut.slices + k / 256) * 260 + k % 256;
     }
 
-    // Brings `rows` rows of inputs into shared memory.
-    __device__ void stage(uint32_t part, uint32_t row, uint32_t rows) const {
+    // Brings `rows` rows of inputs into shared memory. `meanwhile` is called when they are asked for.
+    template <typename Meanwhile>
+    __device__ void stage(uint32_t part, uint32_t row, uint32_t rows, Meanwhile meanwhile) const {
         const uint32_t slices = p.cut.slices, cols = p.cut.cols;
         for (uint32_t r = 0; r < rows; ++r) {
             const size_t from = input_row(part, row + r);
@@ -86,6 +87,7 @@ struct Gemv {
                 }
             }
         }
+        meanwhile();
         copies_landed();
     }
 
@@ -132,15 +134,16 @@ struct Gemv {
         }
     }
 
-    // Makes rows of inputs in shared memory.
-    __device__ void make(uint32_t part, uint32_t row, uint32_t rows) const {
+    // Makes rows of inputs in shared memory. Of more than two, `meanwhile` is called when some of what they are made of is asked for.
+    template <typename Meanwhile>
+    __device__ void make(uint32_t part, uint32_t row, uint32_t rows, Meanwhile meanwhile) const {
         const float* weight = source.weight != 0 ? reinterpret_cast<const float*>(smem + p.norm_at) : nullptr;
         // Behind a barrier, everybody's part of the weights is there.
         copies_landed();
         if constexpr (NR > 2) {
-            make_chunks(weight, part, row, rows);
+            make_chunks(weight, part, row, rows, meanwhile);
         } else if (weight != nullptr && p.cut.cols == kSumChunk && source.stride % 4 == 0) {
-            make_chunks(weight, part, row, rows);
+            make_chunks(weight, part, row, rows, meanwhile);
         } else {
             for (uint32_t r = 0; r < rows; ++r) {
                 prepare_row(source, source_row(source, input_row(part, row + r)), weight,
@@ -151,11 +154,12 @@ struct Gemv {
 
     // The same of rows behind a norm that are one chunk of a sum each: up to eight warps take the sums of squares of all rows by
     // themselves, two rows at once, and have the same 128 values of each.
-    __device__ __forceinline__ void make_chunks(const float* weight, uint32_t part, uint32_t row, uint32_t rows) const {
+    template <typename Meanwhile>
+    __device__ __forceinline__ void make_chunks(const float* weight, uint32_t part, uint32_t row, uint32_t rows, Meanwhile meanwhile) const {
         constexpr uint32_t kParts = kSumChunk / 128;
         constexpr int kAtOnce = NR < 2 ? NR : 2;
         __syncthreads();
-        if (warp >= kParts) return;
+        if (warp >= kParts) return NR > 2 ? meanwhile() : void();
 #pragma unroll 1
         for (uint32_t first = 0; first < rows; first += kAtOnce) {
             float v[kAtOnce][kParts][4], factor[kAtOnce];
@@ -165,6 +169,7 @@ struct Gemv {
 #pragma unroll
                 for (int n = 0; n < (int)kParts; ++n) load_four(x, 128 * n + 4 * lane, kSumChunk, true, v[r][n]);
             }
+            if (NR > 2 && first == 0) meanwhile();
 #pragma unroll
             for (int r = 0; r < kAtOnce; ++r) {
                 const float squares = chunk_square(v[r]);
@@ -239,9 +244,12 @@ struct Gemv {
             place = place + 1 == p.stages ? 0 : place + 1;
             next(asked);
         };
-        for (uint32_t i = 0; i < p.stages; ++i) ask();
+        // Inputs are asked for between weights: behind all of these they would come late. One or two rows are made so long that
+        // weights would.
+        const bool makes = NR <= 4 && source.x != 0, between = NR > 2 || !makes;
+        for (uint32_t i = between ? p.stages / 2 : 0; i < p.stages; ++i) ask();
         make_table<F>(smem + p.table_at);
-        if (NR <= 4 && source.x != 0) ask_norm();
+        if (makes) ask_norm();
         pdl_wait();
         marks.mark(2);
         if (p.late) pdl_launch();
@@ -256,10 +264,13 @@ struct Gemv {
             enter(at);
             if (at.part != staged) {
                 // Everybody has left the rows before: they passed the barrier of the last step.
-                if (NR <= 4 && source.x != 0) {
-                    make(at.part, row, rows);
+                const auto rest = [&]() {
+                    for (uint32_t i = 0; between && i < p.stages / 2 && staged == 0xffffffffu; ++i) ask();
+                };
+                if (makes) {
+                    make(at.part, row, rows, rest);
                 } else {
-                    stage(at.part, row, rows);
+                    stage(at.part, row, rows, rest);
                 }
                 __syncthreads();
                 if (staged == 0xffffffffu) marks.mark(3);
