@@ -551,7 +551,8 @@ fn chosen(suite: &mut Suite) {
         }
     }
     // Layers of which a row reads all that it sees: a window that is not full and one that is; rows that a token completes; as many
-    // as an indexer would choose; as many splits as a cluster has blocks, more, and more than blocks have one each.
+    // as an indexer would choose; as many splits as a cluster has blocks, and more; as many as a larger one has, one more, and so many
+    // that its blocks take three in turn.
     let all_of = |ratio, pos, room| Choice { ratio, select: false, room, ..flash(pos, 512) };
     let kinds = [
         all_of(0, 70, 2048),
@@ -562,6 +563,8 @@ fn chosen(suite: &mut Suite) {
         all_of(128, 2047, 2048),
         all_of(128, 60_031, 65_536),
         all_of(128, 100_095, LONG),
+        all_of(128, 147_455, LONG + WIDE),
+        all_of(128, 148_607, LONG + WIDE),
         all_of(128, 390_015, 3 * LONG),
     ];
     for choice in kinds {

@@ -448,29 +448,23 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
 #pragma unroll
         for (uint32_t j = 0; j < 8; ++j) total[i][j / 4][j % 4] = 0.0f;
     }
-    // The block's share of the sums of a round's splits, and their weights, come from the cluster. Only LONG has a second round.
+    // Rounds of the cluster, one unless it is LONG.
+    uint32_t turn = 0;
+    const uint32_t turns = LONG ? (splits + kLongBlocks - 1) / kLongBlocks : 1;
     auto splits_of = [&](uint32_t turn) { return LONG ? min(kLongBlocks, splits - turn * kLongBlocks) : splits; };
-    auto expect = [&](uint32_t turn) {
+    // When everybody has left the round before, and not earlier, since a barrier that is told to expect nothing goes on at once: the
+    // block's share of the sums of a round's splits, and their weights, are told of.
+    auto begin_round = [&]() {
+        cluster_wait();
         const uint32_t fours = min(share, quads - min(quads, blockIdx.x * share)), n = splits_of(turn);
         const uint32_t others = fours != 0 ? n - (blockIdx.x < n ? 1 : 0) : 0;
         if (thread == 0) parcel_expect(&weighed, n * kHeads * 8), parcel_expect(&parcel, others * kHeads * 4 * share_stride);
     };
-    if (local) {
-        cluster_wait();
-        expect(0);
-    }
-    uint32_t turn = 0;
-    const uint32_t turns = LONG ? (splits + kLongBlocks - 1) / kLongBlocks : 1;
     Merged<1> merged;
-    auto merge_round = [&](uint32_t turn) {
+    auto merge_round = [&]() {
         merge_parts<kLongBlocks>(merged, weight_of, received, share, splits_of(turn), &weighed, &parcel, turn % 2, []() {}, []() {});
     };
-    // Where a round ends that is not the last.
-    auto next_turn = [&]() {
-        if (turn + 1 == turns) return;
-        expect(turn + 1);
-        cluster_arrive();
-    };
+    if (local) begin_round();
     for (uint32_t split = blockIdx.x; split < splits; split += gridDim.x) {
         const uint32_t here = min(split_rows, list.n - split * split_rows);
         if (!tiles) send(split, PLANES == 1 && split == blockIdx.x ? pick : pick_of(split));
@@ -528,7 +522,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
             if (PLANES > 1 && plane + 1 < PLANES) __syncthreads();
         }
         // Everybody has what was sent from there, and has merged it.
-        if (LONG && turn != 0) cluster_wait();
+        if (LONG && turn != 0) begin_round();
         float* own = scores + (warp % kShares * kHeads + (lane >> 2)) * kScoreStride + first_tile * 16 + (lane & 3) * 2;
 #pragma unroll
         for (uint32_t i = 0; i < kTiles; ++i) {
@@ -670,9 +664,8 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
             // Everybody has read the tile.
             if (thread == 0 && split + kLongBlocks < splits) bring_tile(split + kLongBlocks);
             if (turn == 0) pdl_wait();
-            merge_round(turn);
-            next_turn();
-            ++turn;
+            merge_round();
+            if (++turn != turns) cluster_arrive();
             continue;
         }
         if (thread < heads) {
@@ -724,8 +717,8 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     if constexpr (LONG) {
         if (turn != turns) {
             // The block has nothing of the last round.
-            if (turn != 0) cluster_wait();
-            merge_round(turn);
+            if (turn != 0) begin_round();
+            merge_round();
         }
         received_all();
         if (thread / kLongBlocks >= kHeads) return cluster_wait();

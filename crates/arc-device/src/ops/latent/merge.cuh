@@ -95,7 +95,7 @@ __device__ __forceinline__ void put(const LatentArgs& a, size_t at, uint32_t dim
     for (int n = 0; n < N; ++n) {
         const size_t to = at + h[n] * dim + 4 * quad[n];
         if (there[n]) *reinterpret_cast<float4*>(a.out + to) = make_float4(y[n][0], y[n][1], y[n][2], y[n][3]);
-        if (quad[n] >= rope_quad && a.mutant != 3) {
+        if (there[n] && quad[n] >= rope_quad && a.mutant != 3) {
             const float4 cs = reinterpret_cast<const float4*>(angles)[quad[n] - rope_quad];
             turn(y[n][0], y[n][1], cs.x, -cs.y), turn(y[n][2], y[n][3], cs.z, -cs.w);
         }

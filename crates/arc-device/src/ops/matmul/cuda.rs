@@ -48,14 +48,15 @@ const GEMV: [[Kernel; 4]; 16] = [
     [kernel!("arc_matmul_gemv_fp8_1"), kernel!("arc_matmul_gemv_fp8_2"), kernel!("arc_matmul_gemv_fp8_4"), kernel!("arc_matmul_gemv_fp8_8")],
 ];
 
-/// Kernels of two products over few rows, of Q8_0 and of F16, by rows; most threads of their blocks.
-const TWO_THREADS: u32 = 384;
+/// Kernels of two products over few rows, of Q8_0 and of F16, by rows.
 const GEMV_TWO: [Kernel; 4] = [
     kernel!("arc_matmul_gemv_q8_0_and_f16_1"),
     kernel!("arc_matmul_gemv_q8_0_and_f16_2"),
     kernel!("arc_matmul_gemv_q8_0_and_f16_4"),
     kernel!("arc_matmul_gemv_q8_0_and_f16_8"),
 ];
+/// Most threads of their blocks.
+const TWO_THREADS: u32 = 384;
 
 /// Kernels over many rows of integer-coded weights, by format.
 #[rustfmt::skip]
