@@ -6,8 +6,8 @@
 #
 # memcheck costs little, 1.2 times the suite's own time (on an H200 754 cases in 107 s), so it has all cases but those of SKIPPED.
 # The others have the cases of FEW, one or two for each kind of kernel. initcheck has them in 5 s. racecheck takes a second or two for
-# most, 47 s for a decoder's layers and 22 s for rows of a large vocabulary. It has not ended with those of LAST in 50 s and more: their
-# blocks, one for every multiprocessor, wait for one another. So they come last, by themselves.
+# most, 47 s for a decoder's layers and 22 s for rows of a large vocabulary. It has not ended with those of LAST in 50 s and more, and why
+# is not known. So they come last, by themselves.
 #
 # What the tools do not see. All memory of a device is zeroed when it is taken, which initcheck counts as written: it can name
 # copies and staging, but no stage that reads what no stage wrote. racecheck looks at shared memory only: words of global memory
