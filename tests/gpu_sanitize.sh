@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs on a GPU machine, in a folder that tests/gpu_bundle.sh made: cases of the conformance suite under compute-sanitizer.
-# Logs go to results/. Each tool has a limit, all together seven minutes; one that does not end within it has failed.
+# Logs go to results/. Each tool has a limit, all together less than eight minutes; one that does not end within it has failed.
 #
 #     ./sanitize [TOOL...]                  memcheck, racecheck and initcheck by default
 #

@@ -516,6 +516,8 @@ fn chosen(suite: &mut Suite) {
             launches("arc_matmul_follow", &[], &want.launched)?;
             let scored: &[&str] = if alone.select { &["index_score", "index_pick"] } else { &[] };
             launches("index_", scored, &want.launched)?;
+            // Heads that are not sent for are merged apart, where those that are have a larger cluster.
+            launches("latent_merge", if is_long(alone, alone.room) { &["latent_merge"] } else { &[] }, &want.launched)?;
         }
         all(want.iter().zip(&got).flat_map(|(want, got)| {
             [
@@ -673,13 +675,18 @@ fn only(verdict: Verdict, of: &str) -> Verdict {
     }
 }
 
+/// Whether a row may see more splits than a cluster of eight has blocks.
+fn is_long(choice: Choice, room: usize) -> bool {
+    !choice.select && choice.ratio != 0 && FLASH.window + room / choice.ratio > 640
+}
+
 /// That a step of all stages, whose key has room for so many positions, shares launches, and chooses beside its products.
 fn shared_by_one(choice: Choice, room: usize, got: &Chosen) -> Verdict {
     let (select, usual) = (choice.select, choice.heads.dim == 512);
     let first = if select { "arc_matmul_follow_indexed" } else { "arc_matmul_follow_normed" };
     // Of many keys another kernel chooses. Where there are more splits than a cluster has blocks, there are larger ones.
     let many = select && room / KEYS.ratio > 2048;
-    let long = !select && choice.ratio != 0 && FLASH.window + room / choice.ratio > 640;
+    let long = is_long(choice, room);
     let index: &[&str] = match (select, many) {
         (false, _) => &[],
         (_, false) => &["index_choose"],

@@ -602,7 +602,7 @@ fn most_splits(layer: &LatentLayer<'_, Cuda>, select: bool, tokens: usize) -> us
 enum Blocks {
     /// Of a cluster, at most a split each; or one for all splits.
     Cluster(usize),
-    /// So many, whose splits another kernel merges.
+    /// So many, whose splits another kernel merges; or a larger cluster in rounds, where one row comes in tiles.
     Apart(usize),
 }
 

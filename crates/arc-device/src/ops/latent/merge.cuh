@@ -2,6 +2,7 @@
 // whoever merges.
 #pragma once
 
+#include "count.cuh"
 #include "ops/latent/latent.cuh"
 #include "ops/latent/parcel.cuh"
 #include "ops/matmul/exchange.cuh"
@@ -210,11 +211,6 @@ __device__ __forceinline__ void merge_parts(Merged<ITEMS>& of, const float2 (&we
         }
     }
 }
-
-template <uint32_t N>
-struct Count {
-    static constexpr uint32_t n = N;
-};
 
 // How many lanes a head has where a block merges such a share, and how many fours each.
 template <typename Merge>

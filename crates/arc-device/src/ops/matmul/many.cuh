@@ -1,16 +1,12 @@
 // What products over many rows share: which outputs and rows a block computes.
 #pragma once
 
+#include "../../count.cuh"
 #include "product.cuh"
 
 namespace arc {
 
 constexpr uint32_t kNoRow = 0xffffffffu;
-
-template <int N>
-struct Together {
-    static constexpr int n = N;
-};
 
 // A block of BM outputs by up to BN rows. `blockIdx.x`: block of rows, of all parts or experts one after the other;
 // `blockIdx.y`: block of outputs. In a pair, the first half of the outputs are gates and the others their ups.
@@ -168,9 +164,9 @@ struct Tables {
             };
             if (p.epilogue == kThenStore) {
                 float* out = reinterpret_cast<float*>(p.out) + to;
-                each(Together<8>(), [&](uint32_t out_row, uint32_t, float v, float) { out[(size_t)out_row * p.out_stride] = v; });
+                each(Count<8>(), [&](uint32_t out_row, uint32_t, float v, float) { out[(size_t)out_row * p.out_stride] = v; });
             } else {
-                each(Together<2>(), [&](uint32_t out_row, uint32_t r, float v, float up) { put(p, out_row, r, to, v, up); });
+                each(Count<2>(), [&](uint32_t out_row, uint32_t r, float v, float up) { put(p, out_row, r, to, v, up); });
             }
         }
     }
