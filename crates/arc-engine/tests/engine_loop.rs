@@ -4,13 +4,13 @@ mod support;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use arc_device::error::{DeviceError, Fault};
 use arc_device::step::{Limits, Part};
-use arc_engine::engine::{EngineConfig, EngineFault, Health, SampleOn, Shutdown, SubmitError, Switches};
-use arc_engine::request::{Event, FinishReason, Request, RequestError};
+use arc_engine::engine::{EngineConfig, EngineFault, EngineHandle, Health, SampleOn, Shutdown, SubmitError, Switches};
+use arc_engine::request::{Event, EventSink, FinishReason, Request, RequestError};
 use arc_engine::scheduler::buckets::Buckets;
 use support::{Answer, Fickle, HOST_SEED, POISON, Rig, Script, VOCAB, expected, expected_score, limits, request};
 
@@ -340,7 +340,27 @@ fn the_engine_stops_with_its_last_handle() {
     let (sink, events) = channel();
     other.submit(request(&prompt(0, 5), 5), Box::new(sink)).expect("one handle is left");
     drop(other);
-    assert!(matches!(events.iter().last(), Some(Event::Finished(_))), "and nobody is left waiting");
+    assert!(matches!(events.try_iter().last(), Some(Event::Finished(_))), "and nobody is left waiting");
+}
+
+#[test]
+fn a_sink_may_hold_the_last_handle() {
+    struct Holds {
+        events: Sender<Event>,
+        _engine: EngineHandle,
+    }
+    impl EventSink for Holds {
+        fn send(&mut self, event: Event) -> bool {
+            self.events.send(event).is_ok()
+        }
+    }
+    let rig = Rig::plain();
+    let (sender, events) = channel();
+    let sink = Holds { events: sender, _engine: rig.engine.clone() };
+    rig.engine.submit(request(&prompt(0, 5), 5), Box::new(sink)).expect("a valid request");
+    drop(rig);
+    // The sink goes with the request, on the engine's own thread, and its end with it.
+    assert!(matches!(events.iter().last(), Some(Event::Finished(_))));
 }
 
 #[test]

@@ -71,7 +71,8 @@ pub enum Shutdown {
     Stop,
 }
 
-/// The way to the engine thread. Cheap to clone; the engine stops when the last one is dropped.
+/// The way to the engine thread. Cheap to clone; dropping the last one stops the engine, and waits until what its device held is
+/// given back.
 #[derive(Clone)]
 pub struct EngineHandle {
     shared: Arc<Shared>,
@@ -184,11 +185,7 @@ impl EngineHandle {
     pub fn shutdown(&self, how: Shutdown) {
         self.shared.stop(how);
         self.wait();
-        let thread = lock(&self.shared.inbox).thread.take();
-        if let Some(thread) = thread {
-            // A panic was caught inside, and is the engine's fault; there is nothing left to learn from the result.
-            let _ = thread.join();
-        }
+        self.shared.join();
     }
 }
 
@@ -203,6 +200,8 @@ struct StopOnDrop(Arc<Shared>);
 impl Drop for StopOnDrop {
     fn drop(&mut self) {
         self.0.stop(Shutdown::Stop);
+        // A process that ended meanwhile would end under the feet of the device's driver.
+        self.0.join();
     }
 }
 
@@ -294,6 +293,15 @@ impl Shared {
             inbox.stop = Some(how);
         }
         self.ring(inbox);
+    }
+
+    /// Waits for the engine thread, unless somebody else does or it is the caller: a sink may hold the last handle.
+    fn join(&self) {
+        let thread = lock(&self.inbox).thread.take();
+        if let Some(thread) = thread.filter(|thread| thread.thread().id() != std::thread::current().id()) {
+            // A panic was caught inside, and is the engine's fault; there is nothing left to learn from the result.
+            let _ = thread.join();
+        }
     }
 
     /// The engine thread's sleep: until something is sent, or for `at_most`.
