@@ -6,7 +6,7 @@
 // Any other dim:       arc_hc_site_any, arc_hc_head_any: a block a row. The plain version, and the first rung.
 #include <cstdint>
 
-#include "../../cluster.cuh"
+#include "../../barrier.cuh"
 #include "../../pdl.cuh"
 #include "../matmul/quantise.cuh"
 #include "hc.cuh"
@@ -70,10 +70,10 @@ constexpr int kThreads = 32 * (kMixWarps + 1);
 constexpr unsigned kPause = 64;
 
 // A barrier that completes once, when `bytes` have come in. One thread.
-__device__ __forceinline__ void expect(uint64_t* bar, unsigned bytes) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_at(bar)) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_at(bar)), "r"(bytes) : "memory");
+__device__ __forceinline__ void complete_once(uint64_t* bar, unsigned bytes) {
+    barrier_init(bar);
+    barriers_made();
+    expect(bar, bytes);
 }
 
 __device__ __forceinline__ void await(uint64_t* bar) {
@@ -82,9 +82,7 @@ __device__ __forceinline__ void await(uint64_t* bar) {
         ".reg .pred done;\n"
         "again:\n"
         "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
-        "@done bra.uni over;\n"
-        "bra.uni again;\n"
-        "over:\n"
+        "@!done bra again;\n"
         "}\n" ::"r"(shared_at(bar))
         : "memory");
 }
@@ -138,8 +136,8 @@ __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float
     const Marks marks(kMarkSite, SENT);
     pdl_launch();
     if (threadIdx.x == 0) {
-        expect(&bars[0], 4 * (COUNT + 1) * kClusterBlocks);
-        if (SITE) expect(&bars[1], 4 * kStreams);
+        complete_once(&bars[0], 4 * (COUNT + 1) * kClusterBlocks);
+        if (SITE) complete_once(&bars[1], 4 * kStreams);
     }
     cluster_arrive_relaxed();
     const unsigned rank = cluster_rank(), k = rank / kStreams, q = rank % kStreams;

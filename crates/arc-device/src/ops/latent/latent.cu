@@ -130,7 +130,7 @@ __device__ __forceinline__ void bring_chosen(const LatentArgs& a, const RowInfo&
         mine[i] = got.x, nan = nan || got.z != 0;
     }
     nan = __any_sync(kFull, nan);
-    if (lane == 0) *faulty = nan, parcel_expect(landed, kRows * bytes);
+    if (lane == 0) *faulty = nan, expect(landed, kRows * bytes);
     __syncwarp();
     // Chosen keys up to those of the lane's blocks.
     uint32_t up_to = __popc(mine[0]) + __popc(mine[1]);
@@ -187,8 +187,8 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     constexpr uint32_t kBringer = TILES ? kWarps : 0;
     // Everybody has begun, and a barrier, before anybody sends to another.
     if (local) {
-        if (thread == 0) parcel_init(&weighed), parcel_init(&parcel);
-        if (thread == 32 * kBringer) parcel_init(&landed);
+        if (thread == 0) barrier_init(&weighed), barrier_init(&parcel), barriers_made();
+        if (thread == 32 * kBringer) barrier_init(&landed), barriers_made();
         cluster_arrive_relaxed();
     }
     uint16_t* q = reinterpret_cast<uint16_t*>(dynamic);          // [kQueryTerms][kHeads][stride]
@@ -196,7 +196,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     auto bring_tile = [&](uint32_t split) {
         // Sixteen rows at a time.
         const uint32_t bytes = 16 * 2 * stride;
-        parcel_expect(&landed, kRows / 16 * bytes);
+        expect(&landed, kRows / 16 * bytes);
         const uint8_t* tile = reinterpret_cast<const uint8_t*>(a.tiles) + (size_t)split * kRows / 16 * bytes;
         for (uint32_t i = 0; i < kRows / 16; ++i) bring_lines(shared_at(rows) + i * bytes, tile + i * bytes, bytes, shared_at(&landed));
     };
@@ -283,7 +283,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         }
         pdl_wait();
         ask_queries();
-        if (tiles) parcel_wait(&landed);
+        if (tiles) barrier_wait(&landed, 0);
         if (PLANES == 1 && info.live) pick = pick_of(blockIdx.x);
         const bool none = info.live && list.chosen[0] == kIndexFault;
         if (!info.live || none) {
@@ -307,7 +307,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         if (thread == 0) report_fault(view, 0x6c610001);
         if (!waits) pdl_wait();
         __syncthreads();
-        if (tiles) parcel_wait(&landed);
+        if (tiles) barrier_wait(&landed, 0);
         send_all(0.0f);
         return;
     }
@@ -458,7 +458,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         cluster_wait();
         const uint32_t fours = min(share, quads - min(quads, blockIdx.x * share)), n = splits_of(turn);
         const uint32_t others = fours != 0 ? n - (blockIdx.x < n ? 1 : 0) : 0;
-        if (thread == 0) parcel_expect(&weighed, n * kHeads * 8), parcel_expect(&parcel, others * kHeads * 4 * share_stride);
+        if (thread == 0) expect(&weighed, n * kHeads * 8), expect(&parcel, others * kHeads * 4 * share_stride);
     };
     Merged<1> merged;
     auto merge_round = [&]() {
@@ -495,7 +495,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                 marks.mark(7);
             }
             if (!tiles && cuts_early) bring(plane), marks.mark(3);
-            if (tiles) parcel_wait(&landed, turn % 2), marks.mark(3);
+            if (tiles) barrier_wait(&landed, turn % 2), marks.mark(3);
             __syncthreads();
 #pragma unroll
             for (uint32_t i = 0; i < kMaxLatent / 16 / kShares; ++i) {
@@ -675,7 +675,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     }
     if (blockIdx.x >= splits) {
         if (PLANES == 1) consts.store(angles, sink_of);
-        if (tiles) parcel_wait(&landed);
+        if (tiles) barrier_wait(&landed, 0);
         __syncthreads();
     }
     // Whoever has queries that were sent has not waited yet.

@@ -169,7 +169,7 @@ __device__ __forceinline__ void merge_parts(Merged<ITEMS>& of, const float2 (&we
         keep[kHeld ? s : 0] = __shfl_sync(~0u, own_keep, s, LANES), add[kHeld ? s : 0] = __shfl_sync(~0u, own_add, s, LANES);
     };
     if (merges) {
-        parcel_wait(weighed, turn);
+        barrier_wait(weighed, turn);
         // A lane finds out how its split joins those before, and tells the head's others.
         float m = of.m;
         const uint32_t own = min(first, splits - 1);
@@ -187,7 +187,7 @@ __device__ __forceinline__ void merge_parts(Merged<ITEMS>& of, const float2 (&we
         of.m = __shfl_sync(~0u, m, splits - 1, LANES);
         known();
     }
-    parcel_wait(parcel, turn);
+    barrier_wait(parcel, turn);
     came();
     if (!merges) return;
     const uint32_t share_stride = 4 * share + 8;

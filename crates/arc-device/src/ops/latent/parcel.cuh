@@ -20,21 +20,6 @@ __device__ __forceinline__ void bring_lines(uint32_t to, const uint8_t* from, ui
                  : "memory");
 }
 
-// A barrier that waits for one thread, which tells how many bytes are to come from the cluster, and for these.
-__device__ __forceinline__ void parcel_init(uint64_t* bar) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(shared_at(bar)) : "memory");
-}
-__device__ __forceinline__ void parcel_expect(uint64_t* bar, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_at(bar)), "r"(bytes) : "memory");
-}
-// `turn`: 0 and 1 by turns, where it is used again.
-__device__ __forceinline__ void parcel_wait(uint64_t* bar, uint32_t turn = 0) {
-    asm volatile(
-        "{\n.reg .pred done;\nmore:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra more;\n}" ::"r"(shared_at(bar)), "r"(turn)
-        : "memory");
-}
-
 // Two values to another block, whose `bar` counts them.
 __device__ __forceinline__ void send2(uint32_t to, uint32_t bar, float x, float y) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to), "f"(x), "f"(y),

@@ -186,7 +186,7 @@ struct ExpertsOf {
             for (uint32_t i = 0; i < p.stages; ++i) barrier_init(bars + i);
 #pragma unroll 1
             for (uint32_t j = warp; j < p.shared_tiles; j += warps) barrier_init(shared_bar(j));
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            barriers_made();
         }
         __syncwarp();
     }

@@ -118,12 +118,6 @@ struct OneRow {
     // That the other block's k-th half is there.
     __device__ __forceinline__ uint64_t* halved(uint32_t k) const { return weighed() + 1 + k; }
 
-    __device__ __forceinline__ void arrive_at(uint64_t* bar) const {
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_at(bar)) : "memory");
-    }
-    __device__ __forceinline__ void init(uint64_t* bar, uint32_t arrivals) const {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_at(bar)), "r"(arrivals) : "memory");
-    }
     // Barrier of the warps that multiply.
     __device__ __forceinline__ void sync() const { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
 
@@ -137,16 +131,16 @@ struct OneRow {
             const uint32_t c = i / 2, k = i - first;
             if (i >= first) {
                 // From `multiplied` to `halved`, one behind the other.
-                init(multiplied(k), k <= kMostEach ? kUnitGroups * tiles : 1);
+                barrier_init(multiplied(k), k <= kMostEach ? kUnitGroups * tiles : 1);
                 if (k - (end - first - kHelps) < halves) expect(multiplied(k), 4 * kSharedGroups * kGroup);
             } else if (i % 2 == 0) {
-                init(full(c), 1);
+                barrier_init(full(c), 1);
             } else {
                 const uint32_t of_first = c < of_shared ? p.shared_tiles : tiles, of_second = shared_second(c) ? 1 : kDownGroups;
-                init(empty(c), c < of_units ? of_first : of_second * down_tiles);
+                barrier_init(empty(c), c < of_units ? of_first : of_second * down_tiles);
             }
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barriers_made();
     }
 
     // Asks for chunks, by a warp, few at a time: what others load, small as it is, would wait behind all that is on its way. What
@@ -202,7 +196,7 @@ struct OneRow {
                         bulk_copy(to, reinterpret_cast<const uint8_t*>(from), bytes, full(c));
                         if (pairs) bulk_copy(to + bytes, reinterpret_cast<const uint8_t*>(from + p.up_at), bytes, full(c));
                     } else {
-                        arrive_at(full(c));
+                        barrier_arrive(full(c));
                     }
                 }
                 __syncwarp();
@@ -219,8 +213,8 @@ struct OneRow {
     __device__ __forceinline__ void leave(uint32_t c, uint64_t* also = nullptr) const {
         __syncwarp();
         if (lane != 0) return;
-        arrive_at(empty(c));
-        if (also != nullptr) arrive_at(also);
+        barrier_arrive(empty(c));
+        if (also != nullptr) barrier_arrive(also);
     }
 
     // The k-th unit of this block, among those of all experts.
@@ -260,14 +254,14 @@ struct OneRow {
             marks.mark(3);
             choosing.choose();
         }
-        if (lane == 0) arrive_at(chosen());
+        if (lane == 0) barrier_arrive(chosen());
         marks.mark(4);
         if (named) {
             choosing.take(tag);
             router::score_named(contest, choosing.scores, gate.chosen);
         }
         router::weigh(contest, choosing.faulty, gate.chosen, gate.scale);
-        if (lane == 0) arrive_at(weighed());
+        if (lane == 0) barrier_arrive(weighed());
         if (block == p.units) choosing.leave();
     }
 
@@ -384,7 +378,7 @@ struct OneRow {
                 }
             }
             __syncwarp();
-            if (lane == 0) arrive_at(there(k));
+            if (lane == 0) barrier_arrive(there(k));
             marks.mark(4 + min(k, 3u));
         }
     }

@@ -236,7 +236,7 @@ struct Following {
     // One thread, before anybody looks at them.
     __device__ __forceinline__ void prepare() const {
         for (uint32_t i = 0; i < 2 * kPlaces; ++i) barrier_init(full(i));
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barriers_made();
         words()[1] = 0;
         const uint32_t at = behind ? blockIdx.x - p.split : blockIdx.x;
         uint32_t places = 0;
@@ -317,9 +317,7 @@ struct Following {
     }
     __device__ __forceinline__ void leave(uint32_t i) const {
         __syncwarp();
-        if ((threadIdx.x & 31) == 0) {
-            asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_at(empty(i % kPlaces))) : "memory");
-        }
+        if ((threadIdx.x & 31) == 0) barrier_arrive(empty(i % kPlaces));
     }
 
     // Heads of the index query from the partial sums of their groups, each by four warps: sent as they would be stored, and what that

@@ -217,7 +217,7 @@ struct Gemv {
         uint8_t* ring = smem + p.ring_at + (size_t)warp * p.stages * p.stage_bytes;
         if (works && lane == 0) {
             for (uint32_t i = 0; i < p.stages; ++i) barrier_init(bars + i);
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            barriers_made();
         }
         __syncwarp();
         if (!p.late) pdl_launch();

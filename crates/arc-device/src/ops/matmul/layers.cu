@@ -696,7 +696,7 @@ struct Decoder {
         Marks(kMarkLayers, 0).keep(kept());
         if (threadIdx.x < kBars) {
             barrier_init(bar(threadIdx.x));
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            barriers_made();
         }
         if (warp == kAsks) prepare();
         pdl_launch();

@@ -2,7 +2,7 @@
 // slices.
 #pragma once
 
-#include "../../cluster.cuh"
+#include "../../barrier.cuh"
 #include "../../copies.cuh"
 #include "../../pdl.cuh"
 #include "dot.cuh"
@@ -11,15 +11,6 @@
 #include "quantise.cuh"
 
 namespace arc {
-
-__device__ __forceinline__ void barrier_init(uint64_t* bar) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_at(bar)) : "memory");
-}
-
-// One thread: the barrier completes when so many bytes have come in.
-__device__ __forceinline__ void expect(uint64_t* bar, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_at(bar)), "r"(bytes) : "memory");
-}
 
 // One thread: `bytes` from global to shared memory, both 16-byte aligned, counted by `bar`.
 __device__ __forceinline__ void bulk_copy(void* to, const uint8_t* from, uint32_t bytes, uint64_t* bar) {
@@ -37,20 +28,6 @@ __device__ __forceinline__ void bulk_copy(void* to, const uint8_t* from, uint32_
 __device__ __forceinline__ void bulk_load(void* to, const uint8_t* from, uint32_t bytes, uint64_t* bar) {
     expect(bar, bytes);
     bulk_copy(to, from, bytes, bar);
-}
-
-__device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra.uni over;\n"
-        "bra.uni again;\n"
-        "over:\n"
-        "}\n" ::"r"(shared_at(bar)),
-        "r"(parity)
-        : "memory");
 }
 
 // Where rows of inputs stand in shared memory: int8 in slices of 272 bytes, eight scales and sums a slice; or f32 in slices

@@ -1,0 +1,41 @@
+// Barriers in shared memory that complete by turns, when as many have arrived as each waits for and the bytes have come in that they
+// were told to expect (`mbarrier`): of copies, and of what other blocks of the cluster send.
+#pragma once
+
+#include "cluster.cuh"
+
+namespace arc {
+
+// One thread, and `barriers_made` behind the last of them.
+__device__ __forceinline__ void barrier_init(uint64_t* bar, uint32_t arrivals = 1) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_at(bar)), "r"(arrivals) : "memory");
+}
+// Copies, and other blocks, find them as they were made.
+__device__ __forceinline__ void barriers_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_arrive(uint64_t* bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_at(bar)) : "memory");
+}
+// The same of a thread that knows how many bytes are to come. None: the turn may end at once, so that everybody has to have seen the
+// end of the one before.
+__device__ __forceinline__ void expect(uint64_t* bar, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_at(bar)), "r"(bytes) : "memory");
+}
+
+// Waits for the end of a turn: `parity` is 0 for the first, 1 for the second, and so on. Who is behind by two waits for nothing. What
+// came in with the turn can be read, whichever block of the cluster it is from. The answer may differ between lanes.
+__device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra over;\n"
+        "bra again;\n"
+        "over:\n"
+        "}\n" ::"r"(shared_at(bar)),
+        "r"(parity)
+        : "memory");
+}
+
+}  // namespace arc
