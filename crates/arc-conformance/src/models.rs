@@ -44,6 +44,10 @@ pub fn cases(suite: &mut Suite, models: &[PathBuf]) {
         if let Ok(ModelConfig::DeepseekV4(_)) = ModelConfig::read(&file) {
             suite.case(&format!("model/{name}/devices"), |suite| golden::devices(suite, path));
             suite.case(&format!("model/{name}/greedy"), |suite| greedy_reference(suite, path));
+            for numerics in [Numerics::Reference, Numerics::Serving] {
+                let name = format!("model/{name}/brief/{}", numerics.name());
+                suite.case(&name, |suite| brief(suite, path, numerics));
+            }
         } else {
             suite.case(&format!("model/{name}/greedy"), |suite| greedy(suite, path));
         }
@@ -222,7 +226,7 @@ fn request(prompt: Vec<u32>, n: u32, sampling: SamplerConfig, top: u32) -> Reque
 /// Twenty prompts, 128 tokens.
 fn greedy(suite: &Suite, path: &Path) -> Verdict {
     let mut rng = Rng(17);
-    both(suite, path, limits(20, 128), Numerics::Serving, |vocab| {
+    both(suite, path, limits(20, 128), true, Numerics::Serving, |vocab| {
         (0..20).map(|i| (prompt(&mut rng, 4 + 9 * i, vocab), 128)).collect()
     })
 }
@@ -230,7 +234,13 @@ fn greedy(suite: &Suite, path: &Path) -> Verdict {
 /// A prompt of 400 tokens and 64 behind it, in float32: there, random weights are no more chaotic than others, and logprobs of
 /// both devices as close as the fixture's README asks.
 fn greedy_reference(suite: &Suite, path: &Path) -> Verdict {
-    both(suite, path, limits(1, 256), Numerics::Reference, |vocab| vec![(prompt(&mut Rng(19), 400, vocab), 64)])
+    both(suite, path, limits(1, 256), true, Numerics::Reference, |vocab| vec![(prompt(&mut Rng(19), 400, vocab), 64)])
+}
+
+/// As few steps as have many rows, few, and one, and enough for every kind of layer to keep a token: for tools under which a launch
+/// takes long, so that none is recorded.
+fn brief(suite: &Suite, path: &Path, numerics: Numerics) -> Verdict {
+    both(suite, path, limits(1, 64), false, numerics, |vocab| vec![(prompt(&mut Rng(20), 133, vocab), 5)])
 }
 
 /// Both devices count the same bytes of their KV cache, over a prompt and the tokens behind it, and with drafts where there is a
@@ -271,13 +281,14 @@ fn both(
     suite: &Suite,
     path: &Path,
     limits: Limits,
+    capture: bool,
     numerics: Numerics,
     prompts: impl FnOnce(u32) -> Vec<(Vec<u32>, u32)>,
 ) -> Verdict {
     // Codes of activations that round the other way move logits; floats do not.
     let (near, most) = if numerics == Numerics::Reference { (1e-3, 1e-4) } else { (NEAR_TIE, f32::INFINITY) };
     let rig = |on| Rig::with(on, path, limits, Switches::default(), Drafts::Off, numerics);
-    let (cpu, gpu) = (rig(On::Cpu)?, rig(On::Gpu { ordinal: suite.ordinal(), capture: true })?);
+    let (cpu, gpu) = (rig(On::Cpu)?, rig(On::Gpu { ordinal: suite.ordinal(), capture })?);
     let greedy = SamplerConfig { temperature: 0.0, ..SamplerConfig::default() };
     let prompts = prompts(cpu.vocab);
     let requests = || prompts.iter().map(|(prompt, n)| request(prompt.clone(), *n, greedy.clone(), 5)).collect();
