@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the peer that bench/peer/run.sh measures against: llama.cpp for this machine's CPU.
+# Builds the peer that bench/peer/run.py measures against: llama.cpp for this machine's CPU.
 #
 #   bench/peer/build_llama_cpp.sh DEST        binaries come to DEST/build/bin
 #

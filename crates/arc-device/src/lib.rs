@@ -14,7 +14,7 @@
 //! allocate, read back or wait. Whatever changes between steps (positions, tokens, block tables, sampler parameters)
 //! lives in device state ([`step`]), never in an argument, so a step can be recorded and replayed as it stands.
 //!
-//! Devices: [`cpu::Cpu`] computes; [`trace::Trace`] owns no memory and writes down every stage with its bytes.
+//! Devices: [`cpu::Cpu`] and [`cuda::Cuda`] compute; [`trace::Trace`] owns no memory and writes down every stage with its bytes.
 //!
 //! # Arithmetic
 //!

@@ -23,7 +23,6 @@ constexpr uint32_t kIgnoreStop = 1;
 constexpr uint32_t kDoneStop = 1, kDoneLength = 2, kNonFinite = 4, kNothingToSample = 8, kOutOfRange = 16, kInert = 32,
                    kScored = 64, kVerified = 128;
 constexpr uint32_t kFault = kNonFinite | kNothingToSample | kOutOfRange;
-constexpr uint32_t kDone = kDoneStop | kDoneLength | kFault;
 
 // One token's place in a step, as staged.
 struct Row {

@@ -230,13 +230,6 @@ impl Weights {
         self.map(tensor.file_idx).release(tensor.range.clone());
     }
 
-    /// Takes every page of every file out of this process's memory.
-    pub fn release_all(&self) {
-        for file in &self.files {
-            file.map.release(0..file.map.bytes().len());
-        }
-    }
-
     pub(super) fn map(&self, file_idx: u32) -> &Mapped {
         &self.files[file_idx as usize].map
     }

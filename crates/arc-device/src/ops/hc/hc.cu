@@ -2,8 +2,9 @@
 //
 // One decoded row:     arc_hc_site_cluster, arc_hc_head_cluster: 16 blocks of a cluster a row, dim 4096.
 //                      arc_hc_site_sent where the product before sends its outputs: values with its number beside them.
-// Many rows:           hc_mix_rows, then arc_hc_site_rows or arc_hc_head_rows: any dim of whole chunks.
+// Many rows:           arc_hc_site_mix_* or arc_hc_head_mix, then arc_hc_site_rows or arc_hc_head_rows: any dim of whole chunks.
 // Any other dim:       arc_hc_site_any, arc_hc_head_any: a block a row. The plain version, and the first rung.
+// What sites put off:  arc_hc_settle, where no kernel behind does it beside its own work.
 #include <cstdint>
 
 #include "../../barrier.cuh"

@@ -360,7 +360,8 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                 for (uint32_t j = 0; j < 3; ++j) {
                     const uint32_t word = min(lane + 32 * j, words - 1);
                     x[i][j] = *reinterpret_cast<const uint2*>(row + 8 * word);
-                    if (j < 2) scale[i][j] = row[nope + 2 * kRopeDim + min(word, nope / 8 - 1) / 8];
+                    // A row that all rotates has none.
+                    if (j < 2) scale[i][j] = nope != 0 ? row[nope + 2 * kRopeDim + min(word, nope / 8 - 1) / 8] : 0;
                 }
             }
 #pragma unroll

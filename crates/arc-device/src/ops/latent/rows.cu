@@ -124,9 +124,9 @@ __device__ void unpack(const LatentArgs& a, const StepView& view, const RowInfo&
                                         : nullptr;
         uint16_t* to = a.tiles + (size_t)i * a.tile_row();
         uint2 x[3];
-        // The scales are behind all words.
+        // The scales are behind all words, if there are any.
         uint2 scales = make_uint2(0, 0);
-        if (row != nullptr) scales = __ldcg(reinterpret_cast<const uint2*>(row) + words);
+        if (row != nullptr && codes != 0) scales = __ldcg(reinterpret_cast<const uint2*>(row) + words);
 #pragma unroll
         for (uint32_t j = 0; j < 3; ++j) {
             const uint32_t word = lane + 32 * j;

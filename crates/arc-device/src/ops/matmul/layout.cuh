@@ -1,4 +1,4 @@
-// How the CUDA device keeps a matrix, and the arguments of its products. Mirrors: layout.rs (sizes asserted there).
+// How the CUDA device keeps a matrix, and the arguments of its products. Mirrors: cuda/plan.rs (sizes asserted there).
 //
 // A part's rows are cut into groups of R = 32 / C rows and their columns into slices of 256, C of which stand side by
 // side in a tile: lane l of a warp owns slice l / R of row l % R. C is the largest of 4, 2 and 1 that divides the number

@@ -22,19 +22,7 @@ __device__ __forceinline__ uint32_t round_shift(uint32_t bits, uint32_t shift) {
     return (bits + ((1u << (shift - 1)) - 1) + (bits >> shift & 1)) >> shift;
 }
 
-// f32 to E4M3 in integer arithmetic, line for line as on the CPU.
-__device__ __forceinline__ uint32_t e4m3_by_bits(float x) {
-    const uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7fffffff;
-    uint32_t code;
-    if (magnitude < 121u << 23) {
-        code = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), 16384.0f)) & 0xff;
-    } else {
-        code = min(round_shift(magnitude - (120u << 23), 20), 0x7eu);
-    }
-    return magnitude > 0x7f800000 ? 0x7f : (bits >> 24 & 0x80) | code;
-}
-
-// The same by the processor's own conversion: equal for every f32 (conformance case quant/e4m3).
+// f32 to E4M3 by the processor's own conversion: the CPU's code for every f32 (conformance case quant/e4m3).
 __device__ __forceinline__ uint32_t e4m3(float x) {
     uint16_t pair;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
