@@ -41,7 +41,7 @@ MODEL=(--model models/deepseek-v4-tiny/native model/native/brief)
 
 # A case that was given another name would not be looked at, and nobody would know.
 for part in "${SKIPPED[@]}" "${FEW[@]}" "${LAST[@]}" "${MODEL[2]}"; do
-    [ -n "$(bin/arc-conformance --list "${MODEL[@]:0:2}" "$part")" ] || { echo "no case is called '$part'"; exit 2; }
+    bin/arc-conformance --list "${MODEL[@]:0:2}" "$part" >/dev/null || exit 2
 done
 
 fail=0

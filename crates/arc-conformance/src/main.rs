@@ -8,7 +8,8 @@
 //!
 //! Exact families compare bits, bounded ones report the largest error and where it is. `--model` adds
 //! whole models: greedy texts, invariance, what a decode step costs. `--perf` measures instead, `--list` names cases. Without
-//! a GPU the program says what it skipped and exits 0; with `--require-gpu` it exits 2. A failed case: exit 1.
+//! a GPU the program says what it skipped and exits 0; with `--require-gpu` it exits 2. A failed case: exit 1. No case of that name:
+//! exit 2.
 
 #![forbid(unsafe_code)]
 
@@ -58,6 +59,10 @@ fn main() -> ExitCode {
                 Some(n) => repeat = n,
                 None => return usage("--repeat takes a number"),
             },
+            "--help" => {
+                println!("{USAGE}");
+                return ExitCode::SUCCESS;
+            }
             "--child" => return faults::child(&args.collect::<Vec<_>>()),
             "--model" => match args.next() {
                 Some(path) => models.push(PathBuf::from(path)),

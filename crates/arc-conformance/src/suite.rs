@@ -1,5 +1,6 @@
 //! Runs cases, one line each, and counts what failed.
 
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -21,6 +22,8 @@ pub struct Suite {
     perf: bool,
     /// Cases are named and not run.
     list: bool,
+    /// Cases that the filters let through, those to be measured too.
+    found: Cell<usize>,
     /// How often a case runs.
     repeat: usize,
     filters: Vec<String>,
@@ -40,7 +43,18 @@ pub struct Pair {
 impl Suite {
     /// A suite of the cases whose names contain one of `filters`, or of all, but for those that contain one of `skips`.
     pub fn new(ordinal: usize, perf: bool, filters: Vec<String>, skips: Vec<String>) -> Suite {
-        Suite { ordinal, open: None, perf, list: false, repeat: 1, filters, skips, passed: 0, failed: Vec::new() }
+        Suite {
+            ordinal,
+            open: None,
+            perf,
+            list: false,
+            found: Cell::new(0),
+            repeat: 1,
+            filters,
+            skips,
+            passed: 0,
+            failed: Vec::new(),
+        }
     }
 
     /// The same, which only names its cases.
@@ -91,19 +105,21 @@ impl Suite {
 
     fn wanted(&self, name: &str) -> bool {
         let found = |texts: &[String]| texts.iter().any(|text| name.contains(&**text));
-        (self.filters.is_empty() || found(&self.filters)) && !found(&self.skips)
+        let wanted = (self.filters.is_empty() || found(&self.filters)) && !found(&self.skips);
+        self.found.set(self.found.get() + usize::from(wanted));
+        wanted
     }
 
     /// Runs a case; a panic fails it. Skipped where figures are wanted.
     pub fn case(&mut self, name: &str, run: impl Fn(&Suite) -> Verdict) {
-        if !self.perf && self.wanted(name) {
+        if self.wanted(name) && !self.perf {
             self.run(name, run);
         }
     }
 
     /// Measures, where figures are wanted.
     pub fn measure(&mut self, name: &str, run: impl Fn(&Suite) -> Verdict) {
-        if self.perf && self.wanted(name) {
+        if self.wanted(name) && self.perf {
             self.run(name, run);
         }
     }
@@ -152,8 +168,12 @@ impl Suite {
         }
     }
 
-    /// The summary.
+    /// The summary. That no case was asked for is not that all passed.
     pub fn finish(self) -> ExitCode {
+        if self.found.get() == 0 {
+            eprintln!("no case has {:?} in its name (--list names all)", self.filters);
+            return ExitCode::from(2);
+        }
         if self.list {
             return ExitCode::SUCCESS;
         }

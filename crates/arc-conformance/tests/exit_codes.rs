@@ -8,11 +8,11 @@ fn run(args: &[&str]) -> Output {
 
 #[test]
 fn without_a_gpu_nothing_passes_that_requires_one() {
-    let (asked, required) = (run(&["no such case"]), run(&["--require-gpu", "no such case"]));
+    let (asked, required) = (run(&["state/tables/0"]), run(&["--require-gpu", "state/tables/0"]));
     let said = String::from_utf8_lossy(&required.stderr).into_owned();
     assert_eq!(asked.status.code(), Some(0), "{asked:?}");
     match required.status.code() {
-        Some(0) => assert!(String::from_utf8_lossy(&required.stdout).contains("0 passed"), "{required:?}"),
+        Some(0) => assert!(String::from_utf8_lossy(&required.stdout).contains("1 passed"), "{required:?}"),
         Some(2) => assert!(said.contains("skipped: every case, since no cuda device: "), "{said}"),
         code => panic!("{code:?}: {required:?}"),
     }
@@ -23,6 +23,14 @@ fn a_wrong_option_is_told() {
     let output = run(&["--requires-gpu"]);
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("unknown option --requires-gpu"), "{output:?}");
+    assert_eq!(run(&["--help"]).status.code(), Some(0));
+}
+
+#[test]
+fn a_name_that_no_case_has_is_told() {
+    let output = run(&["--list", "no such case"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains(r#"no case has ["no such case"]"#), "{output:?}");
 }
 
 #[test]
