@@ -9,7 +9,7 @@ to=${1:-target/gpu}
 mkdir -p "$to/bin" "$to/models"
 cargo build --release --locked -p arc -p arc-conformance
 for program in arc arc-conformance; do
-    strip -o "$to/bin/$program" "target/release/$program"
+    strip -o "$to/bin/$program" "${CARGO_TARGET_DIR:-target}/release/$program"
 done
 ARC_CACHE_DIR="$to" "$to/bin/arc" pull smollm2-135m
 cp -r tests/fixtures/deepseek-v4-tiny "$to/models/"

@@ -18,6 +18,7 @@ use crate::ops::sample::SamplerConfig;
 use crate::step::{Landed, Limits, Part, StepClocks, StepDelta, StepKey};
 use crate::{Alloc, Buffers, Element, Landing, MemoryClass, MemoryTable, ModelShape, Readback, Steps, StreamState};
 use buf::Aligned;
+pub use buf::free_bytes as available_bytes;
 use state::State;
 use team::Team;
 
@@ -116,7 +117,7 @@ impl Cpu {
 }
 
 fn no_room(name: &str, bytes: u64) -> DeviceError {
-    DeviceError::OutOfMemory { name: name.to_owned(), bytes, free: buf::free_bytes() }
+    DeviceError::OutOfMemory { name: name.to_owned(), bytes, free: buf::free_bytes().unwrap_or(0) }
 }
 
 /// A weight with these values.

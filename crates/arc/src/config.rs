@@ -116,15 +116,15 @@ settings! {
     numerics: Numerics = Numerics::Serving, Kind::Choice(&value::NUMERICS);
     Engine: /// Words in which DeepSeek-V4 is asked for more reasoning: the preview's, or those since July 2026; auto: as the model's configuration tells
     effort_profile: EffortProfile = EffortProfile::Auto, Kind::Choice(EffortProfile::CHOICES);
-    Engine: /// Longest sequence in tokens, prompt and output together; auto: the model's, at most 8192
+    Engine: /// Longest sequence in tokens, prompt and output together; auto: the model's, at most 8192, for bench what it measures
     context: Auto = Auto::Auto, Kind::AutoInt(16, 1 << 20);
-    Engine: /// Sequences that run at once; auto: 1 for run and chat, 16 for serve, what was asked for bench
+    Engine: /// Sequences that run at once; auto: 1 for run, chat and eval logits, 4 for eval ppl, 16 for serve and inspect, what was asked for bench
     slots: Auto = Auto::Auto, Kind::AutoInt(1, 256);
-    Engine: /// Tokens that the KV pool holds; auto: four contexts, or slots contexts where that is less
+    Engine: /// Tokens that the KV pool holds; auto: four contexts, or slots contexts where that is less; for bench what it measures
     kv_tokens: Auto = Auto::Auto, Kind::AutoInt(16, 1 << 30);
     Engine: /// Rows of the largest step; auto: 2048 on the CUDA device, 512 on the CPU
     max_rows: Auto = Auto::Auto, Kind::AutoInt(1, 4096);
-    Engine: /// Rows of a step that go through the output head; auto: twice the slots or one for each draft, at least 8, and 128 for eval
+    Engine: /// Rows of a step that go through the output head; auto: twice the slots or one for each draft, at least 8; 128 for eval ppl, --chunk for eval logits
     heads: Auto = Auto::Auto, Kind::AutoInt(1, 4096);
     Engine: /// Decode steps that the device runs ahead of the host
     burst: u32 = 8, Kind::Int(1, 64);

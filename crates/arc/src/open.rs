@@ -1,6 +1,10 @@
 //! From a model file to a running engine: described first, which reads headers only, then started.
 
+mod room;
 mod tokenizer;
+
+use room::Need;
+pub use room::NoRoom;
 
 use std::{
     path::{Path, PathBuf},
@@ -29,7 +33,7 @@ use crate::{
 };
 
 /// Context where neither the model nor the user wants less.
-const CONTEXT_DEFAULT: usize = 8192;
+pub const CONTEXT_DEFAULT: u32 = 8192;
 
 /// Contexts' worth of KV cache that many slots share, where the user names no number.
 const SHARED_CONTEXTS: usize = 4;
@@ -91,6 +95,9 @@ pub enum OpenError {
         /// The file or folder.
         path: PathBuf,
     },
+    /// The device has no room for the model.
+    #[error(transparent)]
+    NoRoom(#[from] NoRoom),
     /// The context that was asked for is more than the model has.
     #[error("context is {asked}, but the model was made for {model}")]
     Context {
@@ -201,7 +208,7 @@ impl Described {
         let context = match config.context.value() {
             Some(asked) if asked as usize > model => return Err(OpenError::Context { asked, model }),
             Some(asked) => asked as usize,
-            None => model.min(CONTEXT_DEFAULT),
+            None => model.min(CONTEXT_DEFAULT as usize),
         };
         let slots = config.slots.value().unwrap_or(sizes.slots) as usize;
         let drafts = self.drafts(config).last().map_or(0, |&n| n as usize);
@@ -263,12 +270,17 @@ pub struct Running {
 /// Loads a described model, for steps that the caller runs itself: of any number of rows.
 pub fn load(described: &Described, config: &Config, limits: &Limits) -> Result<Box<dyn DeviceLoop>, OpenError> {
     let (file, model) = (&described.file, &described.config);
+    let need = Need::new(&Plan::new(file, model, limits, threads(config), limits.context)?, config.device);
     Ok(match config.device {
-        Device::Cpu => Box::new(on(Cpu::new(threads(config), *limits), file, model, limits, false)?),
+        Device::Cpu => {
+            need.fits_machine()?;
+            Box::new(on(Cpu::new(threads(config), *limits), file, model, limits, false)?)
+        }
         // Any number of rows is more than can be recorded.
         Device::Cuda => {
             let options = CudaOptions { capture: false, ..cuda_options(config) };
             let gpu = Cuda::new(options, *limits).map_err(LoadError::from)?;
+            need.fits(gpu.device_memory().0)?;
             Box::new(on(gpu, file, model, limits, false)?)
         }
     })
@@ -298,10 +310,12 @@ pub fn start_engine(described: &Described, config: &Config, sizes: Sizes) -> Res
     let limits = described.limits(config, sizes)?;
     let vocab = u32::try_from(described.config.shape().vocab).unwrap_or(u32::MAX);
     let (file, model, set_up) = (described.file.clone(), described.to_load(config), engine_config(config, &limits));
+    let need = Need::new(&described.plan(config, sizes)?, config.device);
     let started = match config.device {
         Device::Cpu => {
+            need.fits_machine()?;
             let threads = threads(config);
-            let cpu = move || on(Cpu::new(threads, limits), &file, &model, &limits, sizes.random_rows);
+            let cpu = move || Ok(on(Cpu::new(threads, limits), &file, &model, &limits, sizes.random_rows)?);
             engine::spawn(set_up, limits, vocab, cpu)
         }
         Device::Cuda => {
@@ -309,18 +323,20 @@ pub fn start_engine(described: &Described, config: &Config, sizes: Sizes) -> Res
             let mut keys = set_up.buckets.keys(&limits, &described.drafts(config));
             let (steps, verify_all) = (keys.len(), config.verify_replay.is_on());
             engine::spawn(set_up, limits, vocab, move || {
-                let mut runner = on(Cuda::new(options, limits)?, &file, &model, &limits, sizes.random_rows)?;
+                let gpu = Cuda::new(options, limits).map_err(LoadError::from)?;
+                need.fits(gpu.device_memory().0)?;
+                let mut runner = on(gpu, &file, &model, &limits, sizes.random_rows)?;
                 if options.capture {
                     let began = Instant::now();
-                    runner.warm_up(&keys)?;
+                    runner.warm_up(&keys).map_err(LoadError::from)?;
                     let recorded = began.elapsed();
                     let one_row = |key: &StepKey| (key.rows, key.ctx, key.part) == (1, CtxClass::Short, Part::Whole);
                     keys.retain(|key| verify_all || one_row(key));
-                    runner.verify_replay(&keys, &limits, vocab)?;
+                    runner.verify_replay(&keys, &limits, vocab).map_err(LoadError::from)?;
                     let compared = began.elapsed() - recorded;
                     tracing::info!(steps, ?recorded, verified = keys.len(), ?compared, "steps are recorded");
                 }
-                Ok::<_, LoadError>(runner)
+                Ok::<_, OpenError>(runner)
             })
         }
     };

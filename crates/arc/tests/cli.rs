@@ -38,6 +38,7 @@ fn unknown_names_and_values_are_refused_in_every_layer() {
     refused(arc().arg("--config").arg(dir.path().join("none")).arg("flags"), b"", 1, "cannot read", QUICK);
     refused(arc().arg("flags").env("ARC_THREDS", "2"), b"", 1, "did you mean `ARC_THREADS`?", QUICK);
     refused(arc().arg("flags").env("ARC_CAPTURE", "0"), b"", 1, "must be on or off", QUICK);
+    assert!(arc().arg("flags").env("ARC_NVCC", "nvcc").output().expect("the binary is built").status.success());
     refused(arc().args(["flags", "--thredas", "2"]), b"", 2, "--threads", QUICK);
     refused(arc().args(["flags", "--capture", "0"]), b"", 2, "possible values: on, off", QUICK);
     refused(arc().args(["flags", "--burst", "65"]), b"", 1, "must be an integer from 1 to 64", QUICK);
@@ -51,6 +52,10 @@ fn models_that_are_not_there_are_named() {
     refused(arc().args(["run", "./none.gguf", "x"]), b"", 1, "no such file or folder: ./none.gguf", QUICK);
     refused(arc().args(["inspect", "/nonexistent/m.gguf"]), b"", 1, "no such file", QUICK);
     refused(arc().args(["pull", "gemma"]), b"", 1, "did you mean `gemma3-270m`?", QUICK);
+    refused(arc().args(["pull", "./x.gguf"]), b"", 1, "no model of Arc's own", QUICK);
+    let tiny = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/tiny/llama/model.gguf");
+    let text = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/ppl.txt");
+    refused(arc().args(["eval", "ppl", tiny, text]), b"", 1, "the context is 256: lower --window", HEADER);
 }
 
 /// Files that are no models, or no longer.

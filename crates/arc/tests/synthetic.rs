@@ -138,6 +138,35 @@ fn names_that_are_wrong_and_text_are_refused() {
     refused(arc().args(["run", folder, "hello"]), b"", 1, "put the model's there", quick);
 }
 
+#[test]
+fn what_does_not_fit_is_refused_before_anything_is_made() {
+    let quick = Duration::from_secs(5);
+    let flash = ["bench", "synthetic:deepseek-v4-flash", "--kv-tokens", "1073741824"];
+    for part in ["GB together, but ", "free in memory: ", "--device cuda with a GPU"] {
+        refused(arc().args(flash), b"", 1, part, quick);
+    }
+    refused(arc().args(["bench", "synthetic:deepseek-v4-tiny"]).args(&flash[2..]), b"", 1, "lower --context", quick);
+}
+
+#[test]
+fn bench_makes_room_for_what_it_measures_or_says_why_not() {
+    let (quick, tiny) = (Duration::from_secs(5), "synthetic:deepseek-v4-tiny");
+    let cases = [
+        (&["--batch", "4", "--slots", "3"][..], "`slots` is 3, but 4 sequences"),
+        (&["--mixed", "--slots", "1"], "`slots` is 1, but 2 sequences"),
+        (&["--pp", "600", "--context", "512"], "601 tokens are to be measured, but the context is 512: set --context"),
+        (&["--depth", "1048576"], "but the context is 1048576: lower --pp"),
+    ];
+    for (args, why) in cases {
+        refused(arc().args(["bench", tiny]).args(args), b"", 1, why, quick);
+    }
+    let brief = ["--pp", "2", "--tg", "2", "--reps", "1", "--warm-up", "0", "--threads", "2", "--json"];
+    for args in [&["--depth", "9000"][..], &["--batch", "3", "--queue", "1"]] {
+        let output = arc().args(["bench", tiny]).args(brief).args(args).output().expect("the binary is built");
+        assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
 /// What is measured takes token ids, so that a model without a tokenizer can be measured.
 #[test]
 fn bench_runs_without_a_tokenizer() {

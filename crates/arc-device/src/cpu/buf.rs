@@ -140,12 +140,13 @@ impl<T: Element> std::fmt::Debug for Aligned<T> {
     }
 }
 
-/// Bytes that the system could still give, as it tells; 0 where it does not tell.
-pub fn free_bytes() -> u64 {
-    let told = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let kib =
-        told.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix(" kB")?.parse().ok());
-    kib.map_or(0, |kib: u64| kib.saturating_mul(1024))
+/// Bytes that the system could still give, swap included, where it tells.
+pub fn free_bytes() -> Option<u64> {
+    let told = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let of = |name: &str| -> Option<u64> {
+        told.lines().find_map(|line| line.strip_prefix(name)?.trim().strip_suffix(" kB")?.parse().ok())
+    };
+    Some(of("MemAvailable:")?.saturating_add(of("SwapFree:").unwrap_or(0)).saturating_mul(1024))
 }
 
 /// A mutable slice that several tasks may write, each its own part.

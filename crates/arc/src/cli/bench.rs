@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Result, bail};
 use arc::{
-    config::{Config, Device},
+    config::{Auto, Config, Device},
     open::{self, Sizes},
 };
 use arc_device::ops::sample::SamplerConfig;
@@ -119,9 +119,26 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     let (prompt_len, decoded) = (args.pp + 1, args.tg + 2);
     let longest = args.depth + if args.together { prompt_len + decoded } else { prompt_len.max(decoded) };
     let seqs = args.batch + u32::from(args.mixed);
-    if config.kv_tokens.value().is_none() {
-        sized.kv_tokens = arc::config::Auto::Value((longest.next_multiple_of(32)) * seqs);
+    if let Some(slots) = config.slots.value().filter(|&slots| slots < seqs) {
+        bail!(
+            "the setting `slots` is {slots}, but {seqs} sequences are to run at once: leave it out, or lower --batch"
+        );
     }
+    let room = longest.next_multiple_of(32);
+    if config.kv_tokens.value().is_none() {
+        sized.kv_tokens = Auto::Value(room * seqs);
+    }
+    let most = u32::try_from(model.config.context()).unwrap_or(u32::MAX);
+    let context = config.context.value().unwrap_or(most);
+    if longest > context {
+        let choice = if context < most { "set --context, or lower" } else { "lower" };
+        bail!("{longest} tokens are to be measured, but the context is {context}: {choice} --pp, --tg or --depth");
+    }
+    if config.context.value().is_none() && longest > open::CONTEXT_DEFAULT {
+        sized.context = Auto::Value(room.min(most));
+    }
+    // All of them are submitted at once.
+    sized.queue = sized.queue.max(seqs);
     let threads = open::threads(config);
     let on_cpu = config.device == Device::Cpu;
     // What the processor can read says nothing of a GPU.

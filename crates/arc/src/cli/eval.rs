@@ -90,6 +90,11 @@ fn perplexity(args: &PplArgs, config: &Config) -> Result<ExitCode> {
         anyhow!("{name} is not valid UTF-8: byte {} is the first wrong one", e.utf8_error().valid_up_to())
     })?;
     let model = open_model(&args.model, config)?;
+    let context = model.limits(config, SIZES)?.context;
+    if args.window as usize > context {
+        let choice = if context < model.config.context() { "set --context or lower" } else { "lower" };
+        bail!("a window has {} tokens, but the context is {context}: {choice} --window", args.window);
+    }
     let running = open::start(&model, config, SIZES)?;
     let tokenizer = running.text.tokenizer();
     let mut tokens = tokenizer.encode(without_last_newline(&text), Special::Text);

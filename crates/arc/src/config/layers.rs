@@ -12,12 +12,13 @@ use super::{Config, SETTINGS, setting, suggestion};
 
 /// `ARC_*` names that are not settings: the configuration file, what the build and the CUDA device are told, and
 /// what tests need.
-const OTHER_ENV: [&str; 8] = [
+const OTHER_ENV: [&str; 9] = [
     "ARC_CONFIG",
     "ARC_CUDA_ARCHS",
     "ARC_CUDA_BLAME",
     "ARC_CUDA_TRACE",
     "ARC_CUDA_TRAP_SEED",
+    "ARC_NVCC",
     "ARC_TEST_MODELS",
     "ARC_TEST_PYTHON",
     "ARC_UPDATE_GOLDEN",

@@ -1,8 +1,9 @@
 //! `arc eval logits`: the logits of every token of a prompt, as a file.
 
 use std::{
-    fs::File,
+    fs::{File, Permissions},
     io::{BufWriter, Write},
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::ExitCode,
 };
@@ -58,7 +59,12 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     // Beside the file, so that it appears whole or not at all.
     let folder = args.out.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let written = || format!("cannot write {}", args.out.display());
-    let file = tempfile::NamedTempFile::new_in(folder).with_context(written)?;
+    // With the mode that a file made here would have.
+    let file = tempfile::Builder::new()
+        .permissions(Permissions::from_mode(0o666))
+        .tempfile_in(folder)
+        .map_err(|error| std::io::Error::from(error.kind()))
+        .with_context(written)?;
     let mut out = BufWriter::new(file);
     out.write_all(&header(ids.len(), vocab)).with_context(written)?;
     let mut result = Ok(());
