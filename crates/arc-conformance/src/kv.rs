@@ -6,7 +6,7 @@ use arc_device::{Alloc, KvLayer, Landing, MemoryClass, Norm, Ops, QkvConfig, Rea
 
 use crate::compare::{all, equal, equal_bits};
 use crate::inputs::Rng;
-use crate::rows::{Run, delta};
+use crate::rows::{Run, context, delta};
 use crate::suite::{Suite, Verdict, shape};
 
 /// What a case fixes.
@@ -22,8 +22,7 @@ struct Case {
 impl Case {
     /// Positions that every sequence has room for.
     fn context(&self) -> usize {
-        let longest = self.runs.iter().map(|run| run.pos + run.rows).max().unwrap_or(0);
-        longest.next_power_of_two().max(128)
+        context(&self.runs)
     }
 }
 

@@ -20,7 +20,7 @@ use arc_device::{Alloc, Landing, MemoryClass, ModelShape, Readback, Steps};
 use crate::compare::{all, equal, equal_bits, within};
 use crate::inputs::Rng;
 use crate::moe;
-use crate::rows::{Run, delta};
+use crate::rows::{Run, context, delta};
 use crate::suite::{Suite, Verdict};
 
 const HIDDEN: usize = 256;
@@ -51,8 +51,7 @@ impl Case {
 
     /// Positions that every sequence has room for.
     fn context(&self) -> usize {
-        let longest = self.runs.iter().map(|run| run.pos + run.rows).max().unwrap_or(0);
-        longest.next_power_of_two().max(128)
+        context(&self.runs)
     }
 
     fn limits(&self) -> Limits {

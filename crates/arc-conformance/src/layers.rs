@@ -11,7 +11,7 @@ use arc_device::{Alloc, Buffers, DenseLayer, DenseRows, KvLayer, Landing, Norm, 
 use crate::compare::{all, equal, equal_bits, launches};
 use crate::inputs::Rng;
 use crate::matmul::{buf, rows_of};
-use crate::rows::{Run, delta};
+use crate::rows::{Run, context, delta};
 use crate::suite::{Suite, Verdict, shape};
 
 const EPS: f32 = 1e-5;
@@ -101,8 +101,7 @@ impl Case {
 
     /// Of a sequence.
     fn context(&self) -> usize {
-        let longest = self.runs.iter().map(|run| run.pos + run.rows).max().unwrap_or(0);
-        longest.next_power_of_two().max(128)
+        context(&self.runs)
     }
 
     fn limits(&self) -> Limits {

@@ -14,6 +14,12 @@ pub struct Run {
     pub live: bool,
 }
 
+/// Positions that every sequence has room for.
+pub fn context(runs: &[Run]) -> usize {
+    let longest = runs.iter().map(|run| run.pos + run.rows).max().unwrap_or(0);
+    longest.next_power_of_two().max(128)
+}
+
 /// Admits a sequence for every run, and stages the rows of all. The sequence's blocks are scattered over its share of the
 /// pool, which holds `context` positions a run.
 pub fn delta(runs: &[Run], context: usize) -> StepDelta {
