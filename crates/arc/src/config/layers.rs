@@ -72,6 +72,16 @@ pub enum ConfigError {
         /// What the parser said.
         message: String,
     },
+    /// A table of the configuration file.
+    #[error("{}:{line}: `{name}` is a table, but every setting stands by itself: write `name = value` outside of any table", path.display())]
+    Table {
+        /// The file.
+        path: PathBuf,
+        /// Its line.
+        line: usize,
+        /// The table.
+        name: String,
+    },
     /// A name that is no setting.
     #[error("unknown setting `{name}` ({origin}){suggestion}")]
     UnknownName {
@@ -164,7 +174,12 @@ impl Resolved {
                 toml::de::DeValue::String(s) => s.to_string(),
                 toml::de::DeValue::Integer(n) => n.to_string(),
                 toml::de::DeValue::Boolean(b) => if *b { "on" } else { "off" }.to_owned(),
-                other => format!("{} value", other.type_str()),
+                toml::de::DeValue::Table(_) => {
+                    let (path, name) = (path.to_owned(), key.get_ref().to_string());
+                    return Err(ConfigError::Table { path, line, name });
+                }
+                // As it is written.
+                _ => text[value.span()].to_owned(),
             };
             let origin = || format!("{}:{line}", path.display());
             self.set(key.get_ref(), &text, Source::File(path.to_owned(), line), origin)?;
@@ -292,7 +307,9 @@ mod tests {
             (message(Some("capture = 0"), &[], &[]), "must be on or off"),
             (message(Some("burst = true"), &[], &[]), "must be an integer"),
             (message(Some("burst = 0"), &[], &[]), "must be an integer from 1 to 64"),
-            (message(Some("burst = [1]"), &[], &[]), "array value"),
+            (message(Some("burst = [1]"), &[], &[]), "`burst` is \"[1]\""),
+            (message(Some("burst = 2.5"), &[], &[]), "`burst` is \"2.5\""),
+            (message(Some("port = 1\n[engine]\nburst = 2"), &[], &[]), "config.toml:2: `engine` is a table"),
             (message(Some("burst = "), &[], &[]), "not valid TOML"),
             (message(Some("burst = 1\nburst = 2"), &[], &[]), "duplicate key"),
             (message(None, &[("ARC_BURTS", "2")], &[]), "did you mean `ARC_BURST`?"),
