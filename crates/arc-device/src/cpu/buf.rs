@@ -140,13 +140,28 @@ impl<T: Element> std::fmt::Debug for Aligned<T> {
     }
 }
 
-/// Bytes that the system could still give, swap included, where it tells.
+/// Bytes that the system could still give, swap included, or a container's limit where that is less. `None` where nobody tells.
 pub fn free_bytes() -> Option<u64> {
-    let told = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let read = |path: &str| std::fs::read_to_string(path).ok();
+    let group = |name: &str| read(&format!("/sys/fs/cgroup/memory.{name}"));
+    let system = read("/proc/meminfo").and_then(|told| free_of_system(&told));
+    let container = || free_of_container(&group("max")?, &group("current")?, &group("stat")?);
+    system.into_iter().chain(container()).min()
+}
+
+/// What `/proc/meminfo` says.
+fn free_of_system(told: &str) -> Option<u64> {
     let of = |name: &str| -> Option<u64> {
         told.lines().find_map(|line| line.strip_prefix(name)?.trim().strip_suffix(" kB")?.parse().ok())
     };
     Some(of("MemAvailable:")?.saturating_add(of("SwapFree:").unwrap_or(0)).saturating_mul(1024))
+}
+
+/// What `memory.max`, `memory.current` and `memory.stat` of a control group say: cached files that nobody reads are free.
+fn free_of_container(max: &str, current: &str, stat: &str) -> Option<u64> {
+    let number = |text: &str| text.trim().parse::<u64>().ok();
+    let cached = stat.lines().find_map(|line| number(line.strip_prefix("inactive_file ")?)).unwrap_or(0);
+    Some(number(max)?.saturating_sub(number(current)?.saturating_sub(cached)))
 }
 
 /// A mutable slice that several tasks may write, each its own part.
@@ -178,5 +193,21 @@ impl<'a, T> Shared<'a, T> {
         assert!(start <= self.len && len <= self.len - start, "{start}+{len} of {}", self.len);
         // SAFETY: in bounds as just asserted; exclusive by the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.add(start), len) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn free_memory_is_what_the_system_or_a_container_leaves() {
+        let told = "MemTotal:       24 kB\nMemFree:        1 kB\nMemAvailable:   20 kB\nSwapFree:       4 kB\n";
+        assert_eq!(free_of_system(told), Some(24 * 1024));
+        assert_eq!(free_of_system("MemTotal: 24 kB\n"), None);
+        assert_eq!(free_of_container("1000\n", "700\n", "anon 400\ninactive_file 250\nactive_file 50\n"), Some(550));
+        assert_eq!(free_of_container("1000\n", "1200\n", ""), Some(0));
+        assert_eq!(free_of_container("max\n", "700\n", ""), None, "no limit");
+        assert!(free_bytes().is_none_or(|free| free > 0));
     }
 }
