@@ -1,7 +1,7 @@
 //! Nothing in the process allocates while the CPU device decodes: engine, stages, sampler and thread team together.
 
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Barrier, Mutex};
 
 use arc_device::count::heap::{CountingAlloc, allocs_of_all_threads};
 use arc_device::cpu::Cpu;
@@ -17,12 +17,19 @@ use arc_engine::runner::Runner;
 static HEAP: CountingAlloc = CountingAlloc;
 
 /// Notes the count at every token, in memory that it had from the start.
-struct Counts(Arc<Mutex<Vec<u64>>>);
+struct Counts {
+    counts: Arc<Mutex<Vec<u64>>>,
+    /// Met at the first token, by the engine thread.
+    all_submitted: Option<Arc<Barrier>>,
+}
 
 impl EventSink for Counts {
     fn send(&mut self, event: Event) -> bool {
         if matches!(event, Event::Token(_)) {
-            let mut counts = self.0.lock().expect("nobody panics with the counts");
+            if let Some(all) = self.all_submitted.take() {
+                all.wait();
+            }
+            let mut counts = self.counts.lock().expect("nobody panics with the counts");
             assert!(counts.len() < counts.capacity());
             counts.push(allocs_of_all_threads());
         }
@@ -47,13 +54,19 @@ fn from_token_to_token(model: &str, logprobs: Option<u32>) -> Vec<u64> {
     let set_up = EngineConfig { speculate: Speculate::Fixed(3), ..EngineConfig::default() };
     let engine = engine::spawn(set_up, limits, vocab, make).expect("the model loads");
     let counts = Arc::new(Mutex::new(Vec::with_capacity(200)));
+    let all_submitted = Arc::new(Barrier::new(2));
     for i in 0..4 {
         let sampling = SamplerConfig { top_k: 20, top_p: 0.9, presence: 0.3, seed: i, ..SamplerConfig::default() };
         let prompt = (0..10).map(|t| t * 3 + i as u32).collect();
         let request = Request { max_tokens: Some(160), logprobs, ..Request::new(prompt, sampling) };
-        let counts = if i == 0 { counts.clone() } else { Arc::new(Mutex::new(Vec::with_capacity(200))) };
-        engine.submit(request, Box::new(Counts(counts))).expect("a place in the queue");
+        // The first goes on when all are there, however late this thread is.
+        let sink = match i {
+            0 => Counts { counts: counts.clone(), all_submitted: Some(all_submitted.clone()) },
+            _ => Counts { counts: Arc::new(Mutex::new(Vec::with_capacity(200))), all_submitted: None },
+        };
+        engine.submit(request, Box::new(sink)).expect("a place in the queue");
     }
+    all_submitted.wait();
     engine.shutdown(Shutdown::Drain);
     assert_eq!(engine.stats().drafted > 300, drafts, "{} drafts", engine.stats().drafted);
     let counts = counts.lock().expect("nobody panics with the counts");
