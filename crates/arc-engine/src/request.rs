@@ -137,8 +137,9 @@ fn check_sampling(s: &SamplerConfig, max_out: u32, limits: &RequestLimits) -> Re
     in_range("min_p", s.min_p, (0.0..=1.0).contains(&s.min_p), "a number from 0 to 1")?;
     in_range("presence_penalty", s.presence, penalty.contains(&s.presence), "a number from -2 to 2")?;
     in_range("frequency_penalty", s.frequency, penalty.contains(&s.frequency), "a number from -2 to 2")?;
-    let repetition = s.repetition > 0.0 && s.repetition <= 10.0;
-    in_range("repetition_penalty", s.repetition, repetition, "a number above 0 and at most 10")?;
+    // Logits are divided by it, and have to stay finite.
+    let repetition = (0.01..=10.0).contains(&s.repetition);
+    in_range("repetition_penalty", s.repetition, repetition, "a number from 0.01 to 10")?;
     in_range("min_tokens", s.min_tokens, s.min_tokens <= max_out, "at most max_tokens")?;
     check_bias(&s.bias, limits)?;
     s.dry.as_ref().map_or(Ok(()), |dry| check_dry(dry, limits))

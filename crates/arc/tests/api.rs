@@ -207,6 +207,7 @@ async fn bad_chat_requests_are_400_and_name_the_field() {
         (with(r#""presence_penalty": 1e39"#), Some("presence_penalty")),
         (with(r#""frequency_penalty": -1e39"#), Some("frequency_penalty")),
         (with(r#""repetition_penalty": 0"#), Some("repetition_penalty")),
+        (with(r#""repetition_penalty": 1e-38"#), Some("repetition_penalty")),
         (with(r#""logit_bias": {"x": 1}"#), Some("logit_bias")),
         (with(r#""logit_bias": {"01": 1}"#), Some("logit_bias")),
         (with(r#""logit_bias": {"1": 101}"#), Some("logit_bias.1")),
@@ -278,6 +279,7 @@ async fn bad_completion_requests_are_400_and_name_the_field() {
         (r#"{"prompt": "a", "logprobs": true}"#.into(), "logprobs"),
         (r#"{"prompt": "a", "messages": []}"#.into(), "messages"),
         (json!({"prompt": ids}).to_string(), "max_tokens"),
+        (json!({"prompt": ids, "echo": true, "n": 4}).to_string(), "max_tokens"),
         (json!({"prompt": "word ".repeat(4000)}).to_string(), "max_tokens"),
         (json!({"prompt": "word ".repeat(40000)}).to_string(), "max_tokens"),
     ];
@@ -297,6 +299,7 @@ async fn wrong_paths_methods_models_and_sizes() {
         ("GET", CHAT, "", 405),
         ("DELETE", "/health", "", 405),
         ("GET", "/v1/models/gpt-4", "", 404),
+        ("GET", "/v1/models/%ff", "", 400),
         ("POST", TEXT, r#"{"prompt": "a", "model": "gpt-4"}"#, 404),
     ] {
         let (status, _, answer) = bench.send(method, path, body.as_bytes()).await;
@@ -308,6 +311,17 @@ async fn wrong_paths_methods_models_and_sizes() {
     assert_eq!(status, 413);
     let (status, _, _) = bench.send("POST", TEXT, b"{\"prompt\": \"\xff\"}").await;
     assert_eq!(status, 400, "invalid UTF-8");
+}
+
+/// What every client sends that can see.
+#[tokio::test]
+async fn an_image_is_told_to_be_one() {
+    let bench = Bench::new("x", FinishReason::Stop);
+    let part = json!({"type": "image_url", "image_url": {"url": "http://x/y.png"}});
+    let body = json!({"messages": [{"role": "user", "content": [part]}]});
+    let (status, answer) = bench.post(CHAT, &body.to_string()).await;
+    let told = answer["error"]["message"].as_str().expect("a sentence");
+    assert!(status == 400 && told.contains(r#"content of type "image_url" is not supported; text is"#), "{told}");
 }
 
 #[tokio::test]

@@ -179,6 +179,31 @@ fn safetensors_copy(dir: &Path, name: &str) -> PathBuf {
     folder
 }
 
+/// Names of a file can be anything.
+#[test]
+fn inspect_shows_no_control_characters() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let path = dir.path().join("m.gguf");
+    let file = Gguf::good().replace("general.name", "general.na\x1bm");
+    fs::write(&path, &file.0).expect("the temporary folder is writable");
+    let output = arc().arg("inspect").arg(&path).output().expect("the binary is built");
+    let page = String::from_utf8(output.stdout).expect("UTF-8");
+    assert!(output.status.success() && page.contains("general.na\\u{1b}m") && !page.contains('\x1b'), "{page}");
+}
+
+/// Nobody may ever write to it.
+#[test]
+fn a_pipe_in_the_place_of_a_file_is_refused() {
+    for name in ["config.json", "tokenizer.json", "tokenizer_config.json"] {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let folder = safetensors_copy(dir.path(), "llama");
+        let pipe = folder.join(name);
+        fs::remove_file(&pipe).expect("the fixture has it");
+        assert!(Command::new("mkfifo").arg(&pipe).status().expect("coreutils").success());
+        refused(arc().arg("run").arg(&folder).arg("x"), b"", 1, "not a file", Duration::from_secs(5));
+    }
+}
+
 /// Comparing two lists that share their halves 64 levels deep takes for ever and no fuel.
 #[test]
 fn a_template_that_never_ends_is_refused_before_serving() {

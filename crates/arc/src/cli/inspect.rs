@@ -61,7 +61,7 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     writeln!(
         out,
         "{} ({}), {:.1} M parameters, {}, {tokens}, trained for a context of {}",
-        model.title(),
+        model.title().escape_debug(),
         model.config.arch(),
         model.parameters() as f64 / 1e6,
         model.main_format(),
@@ -147,7 +147,7 @@ fn metadata(model: &Described, out: &mut impl Write) -> io::Result<()> {
     let ModelFile::Gguf(file) = &*model.file else { return Ok(()) };
     writeln!(out, "\nmetadata")?;
     for (key, value) in file.metadata().iter() {
-        writeln!(out, "  {key} = {}", shown(value))?;
+        writeln!(out, "  {} = {}", key.escape_debug(), shown(value))?;
     }
     Ok(())
 }
@@ -191,7 +191,7 @@ fn tensors(model: &Described, out: &mut impl Write) -> io::Result<()> {
     let contents = model.file.contents();
     for tensor in &contents {
         let parts = tensor.name.split('.').map(|p| if p.bytes().all(|b| b.is_ascii_digit()) { "*" } else { p });
-        let class = classes.entry(parts.collect::<Vec<_>>().join(".")).or_default();
+        let class = classes.entry(parts.collect::<Vec<_>>().join(".").escape_debug().to_string()).or_default();
         class.count += 1;
         class.bytes += tensor.n_bytes;
         let dims: Vec<String> = tensor.shape.iter().map(usize::to_string).collect();

@@ -224,7 +224,8 @@ struct FunctionParam {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ContentPart {
-    r#type: String,
+    #[serde(rename = "type")]
+    _type: String,
     text: Option<String>,
 }
 
@@ -285,18 +286,15 @@ pub fn content_text(content: Value, param: &str) -> Result<String, ApiError> {
             let mut joined = String::new();
             for (i, part) in parts.into_iter().enumerate() {
                 let at = format!("{param}[{i}]");
-                let part: ContentPart = serde_path_to_error::deserialize(part).map_err(|e| describe(&at, e.inner()))?;
-                match (part.r#type.as_str(), part.text) {
-                    ("text", Some(text)) => joined.push_str(&text),
-                    ("text", None) => return Err(ApiError::field(at, "a text part needs a text")),
-                    (other, _) => {
-                        let other: String = other.chars().take(50).collect();
-                        return Err(ApiError::field(
-                            at,
-                            format!("content of type {other:?} is not supported; text is"),
-                        ));
-                    }
+                // What else another kind has is not known here.
+                if let Some(other) = part.get("type").and_then(Value::as_str).filter(|&kind| kind != "text") {
+                    let other: String = other.chars().take(50).collect();
+                    let message = format!("content of type {other:?} is not supported; text is");
+                    return Err(ApiError::field(at, message));
                 }
+                let part: ContentPart = serde_path_to_error::deserialize(part).map_err(|e| describe(&at, e.inner()))?;
+                let text = part.text.ok_or_else(|| ApiError::field(at, "a text part needs a text"))?;
+                joined.push_str(&text);
             }
             Ok(joined)
         }

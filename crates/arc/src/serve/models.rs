@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use axum::{
     Json,
-    extract::{Path, State},
+    extract::{Path, State, rejection::PathRejection},
 };
 use serde_json::{Value, json};
 
@@ -71,7 +71,11 @@ pub async fn list(State(app): State<Arc<App>>) -> Json<Value> {
 }
 
 /// One model by name.
-pub async fn one(State(app): State<Arc<App>>, Path(id): Path<String>) -> Result<Json<Value>, ApiError> {
+pub async fn one(
+    State(app): State<Arc<App>>,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Json<Value>, ApiError> {
+    let Path(id) = id.map_err(|rejection| ApiError::bad(rejection.body_text()))?;
     if id == app.model.name {
         Ok(Json(describe(&app)))
     } else {

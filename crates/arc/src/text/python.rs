@@ -14,7 +14,12 @@ const MAX_DEPTH: usize = 128;
 
 /// Adds the functions of `apply_chat_template`, Python's methods and Python's spelling of values to `environment`.
 pub(super) fn install(environment: &mut Environment<'_>) {
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_unknown_method_callback(|state, value, method, args| {
+        if method == "format" {
+            value.as_str().map_or(Ok(()), bounded_fields)?;
+        }
+        minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args)
+    });
     environment.add_filter("tojson", tojson);
     environment.add_filter("string", |state: &State<'_, '_>, value: &Value| {
         let mut out = String::new();
@@ -33,6 +38,28 @@ pub(super) fn install(environment: &mut Environment<'_>) {
         Printer { state, out: &mut text, mark: mark(state) }.str(value)?;
         out.write_str(&text).map_err(|_| Error::from(ErrorKind::WriteFailure))
     });
+}
+
+/// Refuses what `str.format` would make of a width or a precision of more than three digits, for which no fuel is taken, and of
+/// fields inside fields, which could be such a one.
+fn bounded_fields(format: &str) -> Result<(), Error> {
+    let digits = format.as_bytes().windows(4).any(|four| four.iter().all(u8::is_ascii_digit));
+    let (mut inside, mut nested) = (false, false);
+    let mut bytes = format.bytes().peekable();
+    while let Some(byte) = bytes.next() {
+        match byte {
+            // Two are one that is no field.
+            b'{' if !inside => inside = bytes.next_if_eq(&b'{').is_none(),
+            b'{' => nested = true,
+            b'}' => inside = false,
+            _ => {}
+        }
+    }
+    if digits || nested {
+        let problem = "format: a width or precision has at most three digits, and no field is inside another";
+        return Err(Error::new(ErrorKind::InvalidOperation, problem));
+    }
+    Ok(())
 }
 
 /// The character that must pass unchanged: see [`super::ChatTemplate::encode`].

@@ -89,6 +89,9 @@ pub enum TemplateError {
     /// The template did not end in time. Its thread cannot be stopped: a program that can should end.
     #[error("the chat template does not end; this model's template is not safe to use")]
     Stuck,
+    /// The template engine failed by a defect of its own.
+    #[error("the chat template makes the template engine fail; this model's template is not safe to use")]
+    Panicked,
     /// The template refuses the conversation, in its own words.
     #[error("the chat template refuses this conversation: {0}")]
     Refused(String),
@@ -289,18 +292,15 @@ fn on_deep_stack<T: Send + 'static>(
             late.fetch_sub(1, Ordering::Relaxed);
         }
     };
-    let thread = thread::Builder::new().name("chat-template".into()).stack_size(STACK_BYTES).spawn(run)?;
+    thread::Builder::new().name("chat-template".into()).stack_size(STACK_BYTES).spawn(run)?;
     match receiver.recv_timeout(deadline) {
         Ok(result) => Ok(result),
         Err(mpsc::RecvTimeoutError::Timeout) => {
             stuck.fetch_add(1, Ordering::Relaxed);
             Err(TemplateError::Stuck)
         }
-        // The thread ended without a result: it panicked.
-        Err(mpsc::RecvTimeoutError::Disconnected) => {
-            let panic = thread.join().expect_err("a thread that ends sends its result first");
-            std::panic::resume_unwind(panic)
-        }
+        // The thread ended without a result: it panicked, which the file of the model made it do.
+        Err(mpsc::RecvTimeoutError::Disconnected) => Err(TemplateError::Panicked),
     }
 }
 

@@ -205,6 +205,14 @@ fn errors_name_the_line_and_the_cause() {
         matches!(run("{{ raise_exception('roles must alternate') }}"), Err(TemplateError::Refused(m)) if m == "roles must alternate")
     );
     assert!(message("{{ strftime_now('%!') }}").contains("strftime_now"));
+    // Widths, for which memory would be asked at once, and precisions, at which the engine panics.
+    for field in ["'{:>900000000000}'.format(1)", "'{:{}}'.format(1, 99999)", "'{:.100000e}'.format(1.5)"] {
+        let told = message(&format!("{{{{ {field} }}}}"));
+        assert!(told.contains("at most three digits"), "{field}: {told}");
+    }
+    assert!(message("{{ '%.100000e'|format(1.5) }}").contains("template engine fail"));
+    let fields = run("{{ '{{}} {:>5}: {n}'.format('a', n=2) }}").expect("sound");
+    assert_eq!(fields, "{}     a: 2");
     assert!(matches!(run(&" ".repeat(70_000)), Err(TemplateError::TooLarge { bytes: 70_000, .. })));
     assert!(matches!(ChatTemplate::of(&from_gguf(GEMMA3)), Err(TemplateError::Missing)));
 

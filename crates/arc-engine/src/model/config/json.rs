@@ -70,7 +70,11 @@ impl Fields<'_> {
 pub(in crate::model) fn open(file: &SafetensorsFile) -> Result<(PathBuf, Map<String, Value>), LoadError> {
     let path = file.folder().join("config.json");
     let mut text = Vec::new();
-    let read = std::fs::File::open(&path).and_then(|file| file.take(CONFIG_MAX + 1).read_to_end(&mut text));
+    // A pipe would be waited for.
+    let read = std::fs::metadata(&path).and_then(|about| match about.is_file() {
+        true => std::fs::File::open(&path)?.take(CONFIG_MAX + 1).read_to_end(&mut text),
+        false => Err(std::io::Error::other("it is not a file")),
+    });
     match read {
         Err(source) => return Err(LoadError::Open { path, source }),
         Ok(len) if len as u64 > CONFIG_MAX => {
