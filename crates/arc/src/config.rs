@@ -155,7 +155,7 @@ settings! {
     body_limit_kib: u32 = 8192, Kind::Int(1, 1 << 20);
     Server: /// Connections that may be open; more wait
     connections: u32 = 1024, Kind::Int(1, 65_536);
-    Server: /// Seconds that a client has for the head of its request, and for the body
+    Server: /// Seconds that a client has for the head of its request, for the body, and to take some of what it is sent
     read_timeout_s: u32 = 30, Kind::Int(1, 3600);
     Server: /// Seconds that a request may take in all, waiting included
     request_timeout_s: u32 = 600, Kind::Int(1, 86_400);

@@ -11,6 +11,7 @@ pub mod job;
 mod listen;
 pub mod metrics;
 pub mod models;
+mod patience;
 pub mod reply;
 pub mod run;
 
@@ -33,7 +34,10 @@ use axum::{
 };
 use futures_util::StreamExt;
 use serde_json::json;
-use tokio::net::TcpListener;
+use tokio::{
+    net::TcpListener,
+    sync::{OwnedSemaphorePermit, Semaphore},
+};
 
 use crate::model_text::ModelText;
 use backend::Backend;
@@ -48,7 +52,7 @@ pub struct HttpLimits {
     pub body_bytes: usize,
     /// Most connections.
     pub connections: usize,
-    /// Seconds for the head of a request to arrive, and for its body.
+    /// Seconds for the head of a request to arrive, for its body, and for a client to take some of what it is sent.
     pub read_timeout_s: u32,
     /// Seconds for the whole answer.
     pub request_timeout_s: u32,
@@ -72,6 +76,27 @@ pub struct App {
     pub metrics: Metrics,
     /// The server takes nothing new.
     pub draining: AtomicBool,
+    /// Whose turn it is to have a body turned into what the engine runs.
+    pub preparing: Turns,
+}
+
+/// Bodies that are parsed and encoded side by side; the others wait, as long as their clients do.
+pub const PREPARING: usize = 4;
+
+/// [`PREPARING`] turns.
+#[derive(Debug)]
+pub struct Turns(Arc<Semaphore>);
+
+impl Default for Turns {
+    fn default() -> Turns {
+        Turns(Arc::new(Semaphore::new(PREPARING)))
+    }
+}
+
+impl Turns {
+    async fn take(&self) -> OwnedSemaphorePermit {
+        self.0.clone().acquire_owned().await.expect("the semaphore is never closed")
+    }
 }
 
 /// All routes.
@@ -110,8 +135,8 @@ pub async fn serve(
             let _ = draining.send(true);
         }
     };
-    let header_timeout = Duration::from_secs(app.http.read_timeout_s.into());
-    let served = listen::serve(listener, router(app.clone()), app.http.connections, header_timeout, watch);
+    let patience = Duration::from_secs(app.http.read_timeout_s.into());
+    let served = listen::serve(listener, router(app.clone()), app.http.connections, patience, watch);
     let deadline = async {
         let _ = drained.wait_for(|d| *d).await;
         tokio::time::sleep(Duration::from_secs(app.http.drain_s.into())).await;
@@ -148,10 +173,16 @@ async fn answer(
     let body = read_body(&app.http, request.into_body()).await?;
     let job = {
         let app = app.clone();
+        // What a client that left had sent is dropped here, and not worked through before others have their turn.
+        let turn = app.preparing.take().await;
         // Parsing and encoding are work in proportion to the body: not for the threads that answer everybody.
-        tokio::task::spawn_blocking(move || prepare(&app, &body))
-            .await
-            .map_err(|e| ApiError::failed(format!("preparing the request failed: {e}")))??
+        tokio::task::spawn_blocking(move || {
+            let prepared = prepare(&app, &body);
+            drop(turn);
+            prepared
+        })
+        .await
+        .map_err(|e| ApiError::failed(format!("preparing the request failed: {e}")))??
     };
     reply::reply(app, job).await
 }

@@ -13,7 +13,7 @@ use std::{
 use arc::{
     model_text::ModelText,
     open::Described,
-    serve::{App, HttpLimits, backend::Backend, metrics::Metrics, models::ServedModel, router},
+    serve::{App, HttpLimits, Turns, backend::Backend, metrics::Metrics, models::ServedModel, router},
 };
 use arc_engine::{
     engine::{RequestId, SubmitError},
@@ -142,6 +142,7 @@ impl Bench {
             },
             metrics: Metrics::default(),
             draining: AtomicBool::new(false),
+            preparing: Turns::default(),
         });
         Bench { router: router(app.clone()), script, app }
     }

@@ -108,3 +108,18 @@ fn time_limits_end_requests() {
         assert!(answer.starts_with(want), "{answer}");
     }
 }
+
+/// Who asks for page after page and reads none of it.
+#[test]
+fn a_client_that_takes_nothing_loses_its_place() {
+    let server = Server::start(&model(SMOLLM2), &["--connections", "1", "--read-timeout-s", "1"]);
+    let mut deaf = TcpStream::connect(&server.address).expect("the server listens");
+    deaf.set_write_timeout(Some(Duration::from_millis(200))).expect("a timeout above zero");
+    let ask = format!("GET /metrics HTTP/1.1\r\nHost: {}\r\n\r\n", server.address).repeat(500);
+    // Until the server, which cannot write, reads no more.
+    let began = Instant::now();
+    while deaf.write_all(ask.as_bytes()).is_ok() {
+        assert!(began.elapsed() < Duration::from_secs(60), "it takes requests for ever");
+    }
+    assert_eq!(server.request("GET", "/health", "").0, 200, "the one place is free again");
+}

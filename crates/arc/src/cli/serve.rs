@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 use arc::{
     config::Config,
     open::{self, Sizes},
-    serve::{App, HttpLimits, metrics::Metrics, models::ServedModel, serve},
+    serve::{App, HttpLimits, PREPARING, Turns, metrics::Metrics, models::ServedModel, serve},
 };
 use arc_engine::engine::Shutdown;
 use tokio::signal::unix::{SignalKind, signal};
@@ -56,12 +56,12 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
         },
         metrics: Metrics::default(),
         draining: AtomicBool::new(false),
+        preparing: Turns::default(),
     });
     let runtime = tokio::runtime::Builder::new_multi_thread()
         // Few: they only carry bytes, and every core is wanted by the model.
         .worker_threads(2)
-        // Bodies that are parsed and encoded side by side; the others wait.
-        .max_blocking_threads(4)
+        .max_blocking_threads(PREPARING)
         .enable_all()
         .build()
         .context("cannot start the async runtime")?;

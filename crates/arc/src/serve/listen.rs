@@ -11,19 +11,21 @@ use hyper_util::{
 };
 use tokio::{net::TcpListener, sync::Semaphore};
 
+use super::patience::Patience;
+
 /// Serves connections until `stop` resolves; then takes no more, and returns when the requests that run have been answered.
 ///
-/// At most `connections` are open; more wait in the system's queue. A client has `header_timeout` for the head of a
-/// request, so that silent ones cannot hold places for ever.
+/// At most `connections` are open; more wait in the system's queue. A client has `patience` for the head of a
+/// request, and as long for a part of an answer, so that silent ones cannot hold places for ever.
 pub(super) async fn serve(
     listener: TcpListener,
     router: Router,
     connections: usize,
-    header_timeout: Duration,
+    patience: Duration,
     stop: impl Future<Output = ()>,
 ) {
     let mut http = http1::Builder::new();
-    http.timer(TokioTimer::new()).header_read_timeout(header_timeout);
+    http.timer(TokioTimer::new()).header_read_timeout(patience);
     let service = TowerToHyperService::new(router);
     let places = Arc::new(Semaphore::new(connections));
     let graceful = GracefulShutdown::new();
@@ -50,7 +52,8 @@ pub(super) async fn serve(
         if let Err(error) = stream.set_nodelay(true) {
             tracing::debug!(%error, "no TCP_NODELAY");
         }
-        let connection = graceful.watch(http.serve_connection(TokioIo::new(stream), service.clone()));
+        let stream = TokioIo::new(Patience::new(stream, patience));
+        let connection = graceful.watch(http.serve_connection(stream, service.clone()));
         tokio::spawn(async move {
             if let Err(error) = connection.await {
                 tracing::debug!(%error, "a connection broke");

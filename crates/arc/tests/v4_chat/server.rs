@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, atomic::AtomicBool};
 
 use arc::{
     model_text::{ChatMessage, Conversation, ModelText, Role},
-    serve::{App, HttpLimits, backend::Backend, metrics::Metrics, models::ServedModel, router},
+    serve::{App, HttpLimits, Turns, backend::Backend, metrics::Metrics, models::ServedModel, router},
     text::{Control, Detokenizer, Special, deepseek_v4::Profile},
 };
 use arc_engine::{
@@ -93,6 +93,7 @@ async fn ask(answer: &str, reason: FinishReason, bodies: &[Value]) -> (Vec<(u16,
         },
         metrics: Metrics::default(),
         draining: AtomicBool::new(false),
+        preparing: Turns::default(),
     });
     let router = router(app);
     let mut answers = Vec::new();
