@@ -10,7 +10,7 @@
 use std::fmt;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
@@ -259,7 +259,7 @@ fn fuel(n_messages: u64, bytes: u64) -> u64 {
 
 /// Time for `bytes` of input: far more than the fuel lasts for, on a machine that is busy with other things.
 fn deadline(bytes: u64) -> Duration {
-    Duration::from_secs(2) + Duration::from_micros(bytes)
+    Duration::from_secs(2) + Duration::from_micros(4 * bytes)
 }
 
 /// Bytes of text in a context, and one for each value.
@@ -268,7 +268,7 @@ fn size_of(context: &Map<String, Value>) -> u64 {
         match value {
             Value::String(text) => text.len() as u64,
             Value::Array(items) => items.iter().map(size).sum::<u64>() + 1,
-            Value::Object(entries) => size_of(entries),
+            Value::Object(entries) => size_of(entries) + 1,
             _ => 1,
         }
     }
@@ -284,20 +284,37 @@ fn on_deep_stack<T: Send + 'static>(
     if stuck.load(Ordering::Relaxed) >= MAX_STUCK {
         return Err(TemplateError::Stuck);
     }
-    let (sender, receiver) = mpsc::sync_channel(1);
-    let late = Arc::clone(stuck);
-    let run = move || {
-        let result = work();
-        if sender.send(result).is_err() {
-            late.fetch_sub(1, Ordering::Relaxed);
+    // Whoever comes second, the thread at its end or the caller who gave it up, sees that the other has been here.
+    struct Ends {
+        first: Arc<AtomicBool>,
+        stuck: Arc<AtomicUsize>,
+    }
+    impl Drop for Ends {
+        fn drop(&mut self) {
+            if self.first.swap(true, Ordering::AcqRel) {
+                self.stuck.fetch_sub(1, Ordering::Relaxed);
+            }
         }
+    }
+    let (sender, receiver) = mpsc::sync_channel(1);
+    let ended = Arc::new(AtomicBool::new(false));
+    let ends = Ends { first: ended.clone(), stuck: stuck.clone() };
+    let run = move || {
+        let _ends = ends;
+        // Nobody may wait any more.
+        let _ = sender.send(work());
     };
     thread::Builder::new().name("chat-template".into()).stack_size(STACK_BYTES).spawn(run)?;
     match receiver.recv_timeout(deadline) {
         Ok(result) => Ok(result),
         Err(mpsc::RecvTimeoutError::Timeout) => {
             stuck.fetch_add(1, Ordering::Relaxed);
-            Err(TemplateError::Stuck)
+            if !ended.swap(true, Ordering::AcqRel) {
+                return Err(TemplateError::Stuck);
+            }
+            // It has ended just now.
+            stuck.fetch_sub(1, Ordering::Relaxed);
+            receiver.recv().map_err(|_| TemplateError::Panicked)
         }
         // The thread ended without a result: it panicked, which the file of the model made it do.
         Err(mpsc::RecvTimeoutError::Disconnected) => Err(TemplateError::Panicked),
