@@ -8,7 +8,7 @@
 # The others have the cases of FEW, one or two for each kind of kernel. initcheck has them in 5 s. racecheck takes as long as the tool
 # takes to look at every load and store, seconds to minutes, and more on one machine than on another. It has not ended with those of
 # LAST in 70 s, launches blocking or not, and why is not known. So they come last, by themselves. All have whole steps of the tiny
-# model, which racecheck goes through in 40 s.
+# model, which racecheck goes through in 40 s each.
 #
 # What the tools do not see. All memory of a device is zeroed when it is taken, which initcheck counts as written: it can name
 # copies and staging, but no stage that reads what no stage wrote. racecheck looks at shared memory only: words of global memory

@@ -88,13 +88,18 @@ impl ModelFile {
     }
 }
 
-/// Up to nine bytes from the start of a regular file.
-fn first_bytes(path: &Path) -> std::io::Result<Vec<u8>> {
+/// Opens a part of a model. Errors: the system's, and that it is no regular file.
+pub fn open_regular(path: &Path) -> std::io::Result<File> {
     // Asked before opening: to open a pipe that nobody writes to waits for ever.
     if !std::fs::metadata(path)?.is_file() {
         return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, "not a regular file"));
     }
+    File::open(path)
+}
+
+/// Up to nine bytes from the start of a regular file.
+fn first_bytes(path: &Path) -> std::io::Result<Vec<u8>> {
     let mut start = Vec::new();
-    File::open(path)?.take(9).read_to_end(&mut start)?;
+    open_regular(path)?.take(9).read_to_end(&mut start)?;
     Ok(start)
 }

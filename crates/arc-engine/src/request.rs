@@ -73,6 +73,25 @@ pub struct RequestLimits {
     pub default_max_tokens: u32,
 }
 
+impl RequestLimits {
+    /// What `max_tokens` comes to behind a prompt of so many tokens. Both the context and the KV pool bound prompt and output
+    /// together. Errors: they do not fit either, not even with one token where none is named.
+    pub fn output_len(&self, prompt_tokens: usize, max_tokens: Option<u32>) -> Result<u32, RequestError> {
+        // A prompt longer than u32 is longer than every context; saturating keeps the arithmetic of the message true enough.
+        let prompt = u32::try_from(prompt_tokens).unwrap_or(u32::MAX);
+        let room = self.context.min(self.kv_tokens);
+        let least = max_tokens.unwrap_or(1);
+        let total = u64::from(prompt) + u64::from(least);
+        if total > u64::from(self.context) {
+            return Err(RequestError::ContextExceeded { prompt, max_tokens: least, context: self.context });
+        }
+        if total > u64::from(self.kv_tokens) {
+            return Err(RequestError::KvExceeded { prompt, max_tokens: least, kv_tokens: self.kv_tokens });
+        }
+        Ok(max_tokens.unwrap_or_else(|| (room - prompt).min(self.default_max_tokens.max(1))))
+    }
+}
+
 /// A request that passed every check. The only way to the engine.
 #[derive(Debug)]
 pub struct ValidRequest {
@@ -94,7 +113,7 @@ impl ValidRequest {
             let n = asked.unwrap_or(0);
             in_range(field, n, n as usize <= MAX_TOP_LOGPROBS, "from 0 to 20")?;
         }
-        let max_out = output_len(&request, limits)?;
+        let max_out = limits.output_len(request.prompt.len(), request.max_tokens)?;
         check_sampling(&request.sampling, max_out, limits)?;
         let scored = request.prompt_logprobs.is_some();
         let deep = request.depth == 0 || (request.depth as usize) < request.prompt.len() && !scored;
@@ -163,22 +182,6 @@ fn check_dry(dry: &DryConfig, limits: &RequestLimits) -> Result<(), RequestError
     in_range("dry_base", dry.base, (1.0..=100.0).contains(&dry.base), "a number from 1 to 100")?;
     in_range("dry_allowed_length", dry.allowed_length, dry.allowed_length >= 1, "at least 1")?;
     ids_in_vocab("dry_sequence_breakers", dry.breakers.iter().copied(), limits)
-}
-
-/// What `max_tokens` comes to. Both the context and the KV pool bound prompt and output together.
-fn output_len(request: &Request, limits: &RequestLimits) -> Result<u32, RequestError> {
-    // A prompt longer than u32 is longer than every context; saturating keeps the arithmetic of the message true enough.
-    let prompt = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
-    let room = limits.context.min(limits.kv_tokens);
-    let least = request.max_tokens.unwrap_or(1);
-    let total = u64::from(prompt) + u64::from(least);
-    if total > u64::from(limits.context) {
-        return Err(RequestError::ContextExceeded { prompt, max_tokens: least, context: limits.context });
-    }
-    if total > u64::from(limits.kv_tokens) {
-        return Err(RequestError::KvExceeded { prompt, max_tokens: least, kv_tokens: limits.kv_tokens });
-    }
-    Ok(request.max_tokens.unwrap_or_else(|| (room - prompt).min(limits.default_max_tokens.max(1))))
 }
 
 fn ids_in_vocab(

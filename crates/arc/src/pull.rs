@@ -96,7 +96,7 @@ pub struct PullOptions {
 #[derive(Debug, thiserror::Error)]
 pub enum PullError {
     /// A name that is neither in the table nor a path.
-    #[error("unknown model `{name}`: no model of Arc's own has this name{suggestion}")]
+    #[error("unknown model `{name}`: Arc knows none of this name, and a file is named by its path{suggestion}")]
     UnknownModel {
         /// The name.
         name: String,

@@ -11,9 +11,9 @@ pub mod job;
 mod listen;
 pub mod metrics;
 pub mod models;
-mod patience;
 pub mod reply;
 pub mod run;
+mod write_timeout;
 
 use std::{
     sync::{
@@ -135,8 +135,8 @@ pub async fn serve(
             let _ = draining.send(true);
         }
     };
-    let patience = Duration::from_secs(app.http.read_timeout_s.into());
-    let served = listen::serve(listener, router(app.clone()), app.http.connections, patience, watch);
+    let timeout = Duration::from_secs(app.http.read_timeout_s.into());
+    let served = listen::serve(listener, router(app.clone()), app.http.connections, timeout, watch);
     let deadline = async {
         let _ = drained.wait_for(|d| *d).await;
         tokio::time::sleep(Duration::from_secs(app.http.drain_s.into())).await;

@@ -200,7 +200,7 @@ fn a_pipe_in_the_place_of_a_file_is_refused() {
         let pipe = folder.join(name);
         fs::remove_file(&pipe).expect("the fixture has it");
         assert!(Command::new("mkfifo").arg(&pipe).status().expect("coreutils").success());
-        refused(arc().arg("run").arg(&folder).arg("x"), b"", 1, "not a file", Duration::from_secs(5));
+        refused(arc().arg("run").arg(&folder).arg("x"), b"", 1, "not a regular file", Duration::from_secs(5));
     }
 }
 

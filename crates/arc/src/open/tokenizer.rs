@@ -1,8 +1,8 @@
 //! The tokenizer of a model file: from GGUF metadata, or from the JSON files beside safetensors.
 
-use std::{fs, io::Read, path::Path};
+use std::{io::Read, path::Path};
 
-use arc_engine::load::{ModelFile, safetensors::SafetensorsFile};
+use arc_engine::load::{ModelFile, open_regular, safetensors::SafetensorsFile};
 
 use super::OpenError;
 use crate::text::{Tokenizer, TokenizerSpec};
@@ -43,11 +43,7 @@ fn json_tokenizer(file: &SafetensorsFile) -> Result<Tokenizer, OpenError> {
 fn read_text(path: &Path) -> Result<String, OpenError> {
     let unreadable = |source| OpenError::Unreadable { path: path.to_owned(), source };
     let mut text = String::new();
-    // A pipe would be waited for.
-    if !fs::metadata(path).map_err(unreadable)?.is_file() {
-        return Err(unreadable(std::io::Error::other("it is not a file")));
-    }
-    let file = fs::File::open(path).map_err(unreadable)?;
+    let file = open_regular(path).map_err(unreadable)?;
     let n = file.take(JSON_MAX + 1).read_to_string(&mut text).map_err(unreadable)?;
     if n as u64 > JSON_MAX {
         return Err(unreadable(std::io::Error::other(format!("it is larger than {JSON_MAX} bytes"))));

@@ -1,7 +1,7 @@
 //! A request body turned into what the engine runs: one sequence for each prompt and choice.
 
 use arc_device::ops::sample::{DryConfig, SamplerConfig};
-use arc_engine::request::{Request, RequestError};
+use arc_engine::request::Request;
 
 use super::{
     App,
@@ -226,12 +226,7 @@ pub fn completion(app: &App, body: &[u8]) -> Result<Job, ApiError> {
                 }
                 Prompt::Tokens(ids) => {
                     // Before it is turned to text, and copied for every choice.
-                    let context = app.backend.limits().context;
-                    if ids.len() > context as usize {
-                        let prompt = u32::try_from(ids.len()).unwrap_or(u32::MAX);
-                        let max_tokens = common.shared.max_tokens.unwrap_or(1);
-                        return Err(RequestError::ContextExceeded { prompt, max_tokens, context }.into());
-                    }
+                    app.backend.limits().output_len(ids.len(), common.shared.max_tokens)?;
                     let text = if echo { app.text.decode(&ids) } else { String::new() };
                     (ids, text)
                 }

@@ -11,21 +11,21 @@ use hyper_util::{
 };
 use tokio::{net::TcpListener, sync::Semaphore};
 
-use super::patience::Patience;
+use super::write_timeout::WriteTimeout;
 
 /// Serves connections until `stop` resolves; then takes no more, and returns when the requests that run have been answered.
 ///
-/// At most `connections` are open; more wait in the system's queue. A client has `patience` for the head of a
+/// At most `connections` are open; more wait in the system's queue. A client has `timeout` for the head of a
 /// request, and as long for a part of an answer, so that silent ones cannot hold places for ever.
 pub(super) async fn serve(
     listener: TcpListener,
     router: Router,
     connections: usize,
-    patience: Duration,
+    timeout: Duration,
     stop: impl Future<Output = ()>,
 ) {
     let mut http = http1::Builder::new();
-    http.timer(TokioTimer::new()).header_read_timeout(patience);
+    http.timer(TokioTimer::new()).header_read_timeout(timeout);
     let service = TowerToHyperService::new(router);
     let places = Arc::new(Semaphore::new(connections));
     let graceful = GracefulShutdown::new();
@@ -52,7 +52,7 @@ pub(super) async fn serve(
         if let Err(error) = stream.set_nodelay(true) {
             tracing::debug!(%error, "no TCP_NODELAY");
         }
-        let stream = TokioIo::new(Patience::new(stream, patience));
+        let stream = TokioIo::new(WriteTimeout::new(stream, timeout));
         let connection = graceful.watch(http.serve_connection(stream, service.clone()));
         tokio::spawn(async move {
             if let Err(error) = connection.await {

@@ -366,3 +366,45 @@ fn messages(input: &ChatInput<'_>) -> Result<Vec<Value>, TemplateError> {
     };
     input.messages.iter().enumerate().map(message).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_thread_that_ends_as_it_is_given_up_is_not_late_for_good() {
+        let stuck = Arc::new(AtomicUsize::new(0));
+        let (mut done, mut late) = (0, 0);
+        for _ in 0..500 {
+            match on_deep_stack(&stuck, Duration::from_micros(50), || 7) {
+                Ok(result) => done += usize::from(result == 7),
+                Err(TemplateError::Stuck) => late += 1,
+                Err(other) => panic!("{other}"),
+            }
+            // Threads that are late end soon.
+            let began = Instant::now();
+            while stuck.load(Ordering::Relaxed) > 0 {
+                assert!(began.elapsed() < Duration::from_secs(20), "one is late for good, behind {done} and {late}");
+                thread::yield_now();
+            }
+        }
+        assert_eq!(done + late, 500);
+    }
+
+    #[test]
+    fn a_panic_is_the_templates_error() {
+        let stuck = Arc::new(AtomicUsize::new(0));
+        let panicked = on_deep_stack(&stuck, Duration::from_secs(20), || assert_eq!(1, 2, "a defect"));
+        assert!(matches!(panicked, Err(TemplateError::Panicked)) && stuck.load(Ordering::Relaxed) == 0);
+    }
+
+    #[test]
+    fn every_value_has_its_time() {
+        let Value::Object(context) = json!({"a": [{}, {}, [], 1, "xy"]}) else { unreachable!() };
+        assert_eq!(size_of(&context), 1 + 1 + 1 + 4 + 2);
+    }
+}

@@ -77,6 +77,7 @@ __device__ __forceinline__ void complete_once(uint64_t* bar, unsigned bytes) {
     expect(bar, bytes);
 }
 
+// `barrier_wait` of its one turn, in the scope of the cluster.
 __device__ __forceinline__ void await(uint64_t* bar) {
     asm volatile(
         "{\n"

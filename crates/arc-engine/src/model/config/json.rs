@@ -7,8 +7,8 @@ use arc_device::ops::glu::Activation;
 use serde_json::{Map, Value};
 
 use super::{Arch, DecoderConfig, GEMMA3_LOCAL_BASE, GEMMA3_PATTERN, LAYERS_MAX, RopeTable, bad, base_config};
-use crate::load::LoadError;
 use crate::load::safetensors::SafetensorsFile;
+use crate::load::{LoadError, open_regular};
 
 /// The longest `config.json`, in bytes.
 const CONFIG_MAX: u64 = 1 << 20;
@@ -70,11 +70,7 @@ impl Fields<'_> {
 pub(in crate::model) fn open(file: &SafetensorsFile) -> Result<(PathBuf, Map<String, Value>), LoadError> {
     let path = file.folder().join("config.json");
     let mut text = Vec::new();
-    // A pipe would be waited for.
-    let read = std::fs::metadata(&path).and_then(|about| match about.is_file() {
-        true => std::fs::File::open(&path)?.take(CONFIG_MAX + 1).read_to_end(&mut text),
-        false => Err(std::io::Error::other("it is not a file")),
-    });
+    let read = open_regular(&path).and_then(|file| file.take(CONFIG_MAX + 1).read_to_end(&mut text));
     match read {
         Err(source) => return Err(LoadError::Open { path, source }),
         Ok(len) if len as u64 > CONFIG_MAX => {
