@@ -77,18 +77,6 @@ __device__ __forceinline__ void complete_once(uint64_t* bar, unsigned bytes) {
     expect(bar, bytes);
 }
 
-// `barrier_wait` of its one turn, in the scope of the cluster.
-__device__ __forceinline__ void await(uint64_t* bar) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
-        "@!done bra again;\n"
-        "}\n" ::"r"(shared_at(bar))
-        : "memory");
-}
-
 // Sends a value to the same variable of another block of the cluster, whose barrier counts its bytes.
 __device__ __forceinline__ void send(float* local, uint64_t* bar, unsigned rank, float value) {
     const uint32_t to = in_block(local, rank), to_bar = in_block(bar, rank);
@@ -226,7 +214,7 @@ __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float
     }
     if (takes) expand4(x, m, y);
     marks.mark(4);
-    await(&bars[0]);
+    barrier_wait(&bars[0], 0);
     marks.mark(5);
 
     const float raw = raw_mix<COUNT>(&sums[0][0], kClusterBlocks + 1, 1, kClusterBlocks,
@@ -251,7 +239,7 @@ __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float
         if (lane < kStreams) send(&squares[q], &bars[1], k * kStreams + lane, s);
     }
     marks.mark(6);
-    await(&bars[1]);
+    barrier_wait(&bars[1], 0);
     marks.mark(7);
     if (writes) {
         float total = 0.0f;
