@@ -11,6 +11,10 @@ cargo build --release --locked -p arc -p arc-conformance
 for program in arc arc-conformance; do
     strip -o "$to/bin/$program" "${CARGO_TARGET_DIR:-target}/release/$program"
 done
+# Kernels as compute-sanitizer can follow them; a folder of its own, or each build would compile all of them again.
+sanitized=${CARGO_TARGET_DIR:-target}/sanitized
+ARC_CUDA_SANITIZE=1 CARGO_TARGET_DIR=$sanitized cargo build --release --locked -p arc-conformance
+strip -o "$to/bin/arc-conformance-sanitized" "$sanitized/release/arc-conformance"
 ARC_CACHE_DIR="$to" "$to/bin/arc" pull smollm2-135m
 cp -r tests/fixtures/deepseek-v4-tiny "$to/models/"
 cp tests/fixtures/ppl.txt "$to/"

@@ -3,7 +3,8 @@
 //! nvcc comes from `ARC_NVCC`, `CUDA_HOME`, `PATH`, or `target/cuda` (filled by `tests/fetch_cuda.sh`), in this order.
 //! Without one the crate builds all the same, its table of images is empty, and opening a CUDA device says what is
 //! missing. `ARC_CUDA_ARCHS` selects architectures, `90a` by default; several are separated by commas.
-//! With `ARC_CUDA_TRACE` set, kernels leave the times at which they begin (`trace_begin` of pdl.cuh).
+//! With `ARC_CUDA_TRACE` set, kernels leave the times at which they begin (`trace_begin` of pdl.cuh). With
+//! `ARC_CUDA_SANITIZE` set, they wait and arrive as compute-sanitizer can follow them (barrier.cuh).
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
@@ -30,7 +31,7 @@ fn main() {
     let mut sources = Vec::new();
     find_sources(&src, &mut sources);
     sources.sort();
-    for name in ["ARC_NVCC", "CUDA_HOME", "ARC_CUDA_ARCHS", "ARC_CUDA_TRACE", "PATH"] {
+    for name in ["ARC_NVCC", "CUDA_HOME", "ARC_CUDA_ARCHS", "ARC_CUDA_TRACE", "ARC_CUDA_SANITIZE", "PATH"] {
         println!("cargo::rerun-if-env-changed={name}");
     }
     println!("cargo::rerun-if-changed=build.rs");
@@ -128,8 +129,10 @@ fn compile_all(nvcc: &Path, src: &Path, jobs: Vec<Job>) -> Vec<Image> {
 fn compile(nvcc: &Path, src: &Path, job: Job) -> Image {
     let mut to_ptx = Command::new(nvcc);
     to_ptx.args(FLAGS).arg("-I").arg(src).arg(format!("-arch=compute_{}", job.arch));
-    if env::var_os("ARC_CUDA_TRACE").is_some() {
-        to_ptx.arg("-DARC_TRACE");
+    for (name, define) in [("ARC_CUDA_TRACE", "-DARC_TRACE"), ("ARC_CUDA_SANITIZE", "-DARC_SANITIZE")] {
+        if env::var_os(name).is_some() {
+            to_ptx.arg(define);
+        }
     }
     to_ptx.arg("-ptx").arg(&job.source).arg("-o").arg(&job.ptx);
     run(&mut to_ptx);

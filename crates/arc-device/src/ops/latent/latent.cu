@@ -202,6 +202,8 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     };
     // A row that is not live has none, but what is there is brought before that is known.
     if (TILES && warp == kBringer) {
+        // The barrier is there.
+        __syncwarp();
         if (!LONG && a.chosen != 0) {
             Told told;
             told.ask(a);

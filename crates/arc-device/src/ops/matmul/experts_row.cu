@@ -131,13 +131,14 @@ struct OneRow {
             const uint32_t c = i / 2, k = i - first;
             if (i >= first) {
                 // From `multiplied` to `halved`, one behind the other.
-                barrier_init(multiplied(k), k <= kMostEach ? kUnitGroups * tiles : 1);
-                if (k - (end - first - kHelps) < halves) expect(multiplied(k), 4 * kSharedGroups * kGroup);
+                const uint32_t of_halves = k - (end - first - kHelps), warps = k <= kMostEach ? kUnitGroups * tiles : 1;
+                barrier_init(multiplied(k), kSanitized && of_halves >= kHelps ? kWarpArrivals * warps : warps);
+                if (of_halves < halves) expect(multiplied(k), 4 * kSharedGroups * kGroup);
             } else if (i % 2 == 0) {
                 barrier_init(full(c), 1);
             } else {
                 const uint32_t of_first = c < of_shared ? p.shared_tiles : tiles, of_second = shared_second(c) ? 1 : kDownGroups;
-                barrier_init(empty(c), c < of_units ? of_first : of_second * down_tiles);
+                barrier_init(empty(c), kWarpArrivals * (c < of_units ? of_first : of_second * down_tiles));
             }
         }
         barriers_made();
@@ -190,7 +191,7 @@ struct OneRow {
 #pragma unroll 1
                     for (uint32_t i = before.landed; i < here.landed; ++i) barrier_wait(full(i), 0);
 #pragma unroll 1
-                    for (uint32_t i = before.freed; i < here.freed; ++i) barrier_wait(empty(i), 0);
+                    for (uint32_t i = kSanitized ? 0 : before.freed; i < here.freed; ++i) barrier_wait(empty(i), 0);
                     if (due) {
                         expect(full(c), pairs ? 2 * bytes : bytes);
                         bulk_copy(to, reinterpret_cast<const uint8_t*>(from), bytes, full(c));
@@ -212,7 +213,7 @@ struct OneRow {
     // Behind the stores of what was made of a tile, of which unit `k` says.
     __device__ __forceinline__ void leave(uint32_t c, uint64_t* also = nullptr) const {
         __syncwarp();
-        if (lane != 0) return;
+        if (!arrives(lane)) return;
         barrier_arrive(empty(c));
         if (also != nullptr) barrier_arrive(also);
     }
@@ -223,7 +224,7 @@ struct OneRow {
     // What has to be known and there before anything is multiplied, and the scores of this block's experts: by all warps but the
     // one that brings weights.
     __device__ __forceinline__ void begin(const router::Gate& gate, const router::GateRow& row, const Marks& marks) const {
-        if (threadIdx.x == kThreads - 1) {
+        if (threadIdx.x == 32 * kTaker) {
             known().live = __ldcg(reinterpret_cast<const uint32_t*>(p.infos));
             known().tag = __ldcg(reinterpret_cast<const uint32_t*>(p.counts)) + 1;
         }
@@ -254,14 +255,14 @@ struct OneRow {
             marks.mark(3);
             choosing.choose();
         }
-        if (lane == 0) barrier_arrive(chosen());
+        if (arrives(lane)) barrier_arrive(chosen());
         marks.mark(4);
         if (named) {
             choosing.take(tag);
             router::score_named(contest, choosing.scores, gate.chosen);
         }
         router::weigh(contest, choosing.faulty, gate.chosen, gate.scale);
-        if (lane == 0) barrier_arrive(weighed());
+        if (arrives(lane)) barrier_arrive(weighed());
         if (block == p.units) choosing.leave();
     }
 
@@ -378,7 +379,7 @@ struct OneRow {
                 }
             }
             __syncwarp();
-            if (lane == 0) barrier_arrive(there(k));
+            if (arrives(lane)) barrier_arrive(there(k));
             marks.mark(4 + min(k, 3u));
         }
     }
@@ -394,8 +395,11 @@ struct OneRow {
         if (p.site == 0) pdl_launch();
         if (warp == kBringer) {
             // It knows nothing that others wrote but what this block's other warps say.
+            // racecheck lets nobody go on who waits for a cluster before all have come.
+            if (kSanitized) cluster_wait();
             bring(marks);
-            return cluster_wait();
+            if (!kSanitized) cluster_wait();
+            return;
         }
         const router::GateRow of_gate(gate, block);
         // The other block runs, and its barriers are there.

@@ -114,7 +114,7 @@ struct Part {
     uint32_t floats;         // where inputs of F16 stand, from the inputs on
     uint32_t next;           // the first tile that has the next row of inputs, which stands behind the block's first one
 };
-static_assert(sizeof(Part) == 40 && 16 * kPlaces + 16 + 3 * sizeof(Part) <= kRingAt);
+static_assert(sizeof(Part) == 40 && 16 * kPlaces + 8 + 16 + 3 * sizeof(Part) <= kRingAt);
 
 // Nanoseconds between two looks.
 constexpr uint32_t kPause = 64;
@@ -224,8 +224,10 @@ struct Following {
 
     __device__ __forceinline__ uint64_t* full(uint32_t place) const { return reinterpret_cast<uint64_t*>(smem) + place; }
     __device__ __forceinline__ uint64_t* empty(uint32_t place) const { return full(kPlaces) + place; }
-    // The number of the launch, whether the first product's inputs are there, the number of the choice, and `Marks`.
-    __device__ __forceinline__ volatile uint32_t* words() const { return reinterpret_cast<volatile uint32_t*>(full(2 * kPlaces)); }
+    // That the first product's inputs are there.
+    __device__ __forceinline__ uint64_t* begun() const { return full(2 * kPlaces); }
+    // The number of the launch, the number of the choice, and `Marks`.
+    __device__ __forceinline__ volatile uint32_t* words() const { return reinterpret_cast<volatile uint32_t*>(begun() + 1); }
     __device__ __forceinline__ volatile Part& part(uint32_t of) const { return reinterpret_cast<volatile Part*>(words() + 4)[of]; }
     __device__ __forceinline__ uint8_t* tile(uint32_t place) const { return smem + kRingAt + place * kTile; }
 
@@ -235,9 +237,9 @@ struct Following {
 
     // One thread, before anybody looks at them.
     __device__ __forceinline__ void prepare() const {
-        for (uint32_t i = 0; i < 2 * kPlaces; ++i) barrier_init(full(i));
+        for (uint32_t i = 0; i < kPlaces; ++i) barrier_init(full(i)), barrier_init(empty(i), kWarpArrivals);
+        barrier_init(begun());
         barriers_made();
-        words()[1] = 0;
         const uint32_t at = behind ? blockIdx.x - p.split : blockIdx.x;
         uint32_t places = 0;
 #pragma unroll 1
@@ -269,6 +271,7 @@ struct Following {
     // 2 kWarps places on.
     __device__ __forceinline__ void bring() const {
         uint32_t place = 0, turn = 0, landed = 0, landed_turn = 0, done = 0, i = 0;
+        bool late = false;
 #pragma unroll 1
         for (uint32_t of = kFirst; of <= kSecond; ++of) {
             volatile Part& own = part(of);
@@ -279,7 +282,8 @@ struct Following {
             uint32_t unit = 0, first = 0, piece = 0;
 #pragma unroll 1
             for (; i < end; ++i) {
-                const uint32_t window = of == kFirst && !half && words()[1] != 0 ? kPlaces - kWarps : kWindow;
+                late = late || barrier_passed(begun(), 0);
+                const uint32_t window = of == kFirst && !half && late ? kPlaces - kWarps : kWindow;
                 for (; done + window <= i; ++done) {
                     barrier_wait(full(landed), landed_turn & 1);
                     if (++landed == kPlaces) landed = 0, ++landed_turn;
@@ -317,7 +321,7 @@ struct Following {
     }
     __device__ __forceinline__ void leave(uint32_t i) const {
         __syncwarp();
-        if ((threadIdx.x & 31) == 0) barrier_arrive(empty(i % kPlaces));
+        if (arrives(threadIdx.x & 31)) barrier_arrive(empty(i % kPlaces));
     }
 
     // Heads of the index query from the partial sums of their groups, each by four warps: sent as they would be stored, and what that
@@ -346,14 +350,14 @@ struct Following {
                 const float* all = partials + h * kHeadGroups * kLanes + lane;
                 float x = hadamard_across({all[0], all[4 * kLanes], all[8 * kLanes], all[12 * kLanes]}, j);
                 const IndexCode of = index_code(x, true);
-                if (p.weights != 0) send_index_block(of.code, of.scale, p.heads + 128 * (first + h) + 32 * j, words()[2]);
+                if (p.weights != 0) send_index_block(of.code, of.scale, p.heads + 128 * (first + h) + 32 * j, words()[1]);
                 reinterpret_cast<float*>(p.index.out)[(first + h) * kIndexDim + 32 * j + lane] = x;
             }
         }
     }
 
     __device__ __forceinline__ void run() const {
-        Marks(kMarkFollow, NORMED | behind << 1 | INDEX << 2).keep(words() + 3);
+        Marks(kMarkFollow, NORMED | behind << 1 | INDEX << 2).keep(words() + 2);
         if (threadIdx.x == kThreads) prepare();
         __syncthreads();
         if (threadIdx.x >= kThreads) {
@@ -368,10 +372,10 @@ struct Following {
             pdl_wait();
             if (NORMED || (sends && blockIdx.x != 0)) pdl_launch();
         }
-        Marks::mark(words() + 3, 2);
+        Marks::mark(words() + 2, 2);
         uint32_t* counts = reinterpret_cast<uint32_t*>(p.counts);
         if (threadIdx.x == 0) words()[0] = __ldcg(counts) + 1;
-        if (INDEX && threadIdx.x == 32 && p.weights != 0) words()[2] = __ldcg(reinterpret_cast<const uint32_t*>(p.number)) + 1;
+        if (INDEX && threadIdx.x == 32 && p.weights != 0) words()[1] = __ldcg(reinterpret_cast<const uint32_t*>(p.number)) + 1;
 
         uint8_t* inputs = smem + kInputsAt;
         const bool turns = INDEX && threadIdx.x < kRopeDim / 4;
@@ -399,9 +403,9 @@ struct Following {
         }
         copies_landed();
         sync();
-        Marks::mark(words() + 3, 3);
+        if (threadIdx.x == 0) barrier_arrive(begun());
+        Marks::mark(words() + 2, 3);
         if (turns) copy16(inputs + p.angles_at + 16 * threadIdx.x, reinterpret_cast<const float4*>(p.rope) + pos * (kRopeDim / 4) + threadIdx.x);
-        if (threadIdx.x == 0) words()[1] = 1;
 
         // Rolled: what comes later finds the instructions that the first brought.
 #pragma unroll 1
@@ -461,7 +465,7 @@ struct Following {
             }
             const bool second = of == kSecond;
             const uint32_t tag = words()[0];
-            Marks::mark(words() + 3, second ? 6 : 4);
+            Marks::mark(words() + 2, second ? 6 : 4);
             const uint32_t at = 8 * own.first;
             float* out = reinterpret_cast<float*>(own.out);
 #pragma unroll 1
@@ -483,7 +487,7 @@ struct Following {
                 }
                 if (INDEX && !second && p.weights != 0 && own.half) {
                     const uint32_t first = 8 * p.first[1].groups - p.index.groups / kHeadGroups;
-                    if (at + o >= first) send_pair(p.weights + 8 * (at + o - first), sum, words()[2]);
+                    if (at + o >= first) send_pair(p.weights + 8 * (at + o - first), sum, words()[1]);
                 }
                 out[o] = sum;
             }
@@ -506,10 +510,10 @@ struct Following {
             sync();
             // Every block has read the number: each has sent a part of what is here.
             if (!NORMED && blockIdx.x == 0 && this_thread() == 0) counts[0] = tag;
-            Marks::mark(words() + 3, 5);
+            Marks::mark(words() + 2, 5);
             if (!INDEX) ++of;
         }
-        Marks::mark(words() + 3, 7);
+        Marks::mark(words() + 2, 7);
     }
 };
 
