@@ -102,6 +102,14 @@ pub enum PromptError {
         /// The context.
         context: u32,
     },
+    /// More messages than any prompt of this context has tokens.
+    #[error("{messages} messages are more than a context of {context} tokens can hold; leave some out")]
+    TooMany {
+        /// Messages of the conversation.
+        messages: usize,
+        /// The context.
+        context: u32,
+    },
     /// The model has no template that works.
     #[error("{0}")]
     NoTemplate(String),
@@ -179,7 +187,7 @@ impl ModelText {
 
     /// Tokens of a raw prompt: what the model wants in front of it, then the text, in which no control token is read.
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>, PromptError> {
-        self.check_len(text)?;
+        self.check_len(text.len())?;
         Ok(self.tokenizer.encode_prompt(text))
     }
 
@@ -197,16 +205,17 @@ impl ModelText {
     /// Tokens of a conversation up to where the assistant speaks, and how to read what it says.
     pub fn encode_conversation(&self, conversation: &Conversation<'_>) -> Result<ChatPrompt, PromptError> {
         let format = self.format.as_ref().map_err(|e| PromptError::NoTemplate(e.clone()))?;
-        for m in conversation.messages {
-            self.check_len(&m.content)?;
-            self.check_len(&m.reasoning)?;
-            for call in &m.tool_calls {
-                self.check_len(&call.function.arguments)?;
-            }
+        let messages = conversation.messages.len();
+        if messages > self.context as usize {
+            return Err(PromptError::TooMany { messages, context: self.context });
         }
-        for tool in conversation.tools {
-            self.check_len(tool.get())?;
-        }
+        let bytes = |m: &ChatMessage| {
+            m.content.len() + m.tool_calls.iter().map(|call| call.function.arguments.len()).sum::<usize>()
+        };
+        self.check_len(conversation.messages.iter().map(bytes).sum())?;
+        // What was thought before may have no place in the prompt.
+        conversation.messages.iter().try_for_each(|m| self.check_len(m.reasoning.len()))?;
+        self.check_len(conversation.tools.iter().map(|tool| tool.get().len()).sum())?;
         match format {
             Format::Template(template) => {
                 let messages: Vec<Value> = conversation.messages.iter().map(ChatMessage::to_json).collect();
@@ -230,9 +239,9 @@ impl ModelText {
     }
 
     /// Refuses, before any work, text that could not fit if every token were the longest of the vocabulary.
-    fn check_len(&self, text: &str) -> Result<(), PromptError> {
+    fn check_len(&self, bytes: usize) -> Result<(), PromptError> {
         // Normalisation can shorten a text, three bytes to one at most.
         let most = self.token_bytes_max.saturating_mul(3).saturating_mul(self.context as usize);
-        if text.len() > most { Err(PromptError::TooLong { bytes: text.len(), context: self.context }) } else { Ok(()) }
+        if bytes > most { Err(PromptError::TooLong { bytes, context: self.context }) } else { Ok(()) }
     }
 }

@@ -170,7 +170,10 @@ async fn bad_chat_requests_are_400_and_name_the_field() {
     let bench = Bench::new("x", FinishReason::Stop);
     let user = r#""messages": [{"role": "user", "content": "hi"}]"#;
     let with = |more: &str| format!("{{{user}, {more}}}");
+    let many = vec![r#"{"role": "user", "content": "a"}"#; 2049].join(",");
     let cases: Vec<(String, Option<&str>)> = vec![
+        (format!(r#"{{"messages": [{many}]}}"#), Some("messages")),
+        (r#"{"messages": [["user", "a"]]}"#.into(), Some("messages[0]")),
         ("".into(), None),
         ("{".into(), None),
         ("[]".into(), None),

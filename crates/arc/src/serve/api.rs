@@ -4,9 +4,12 @@
 //! types of the field drop it silently. Fields that the API has and this server has not are listed too, so that asking for
 //! them is refused by name; asking for nothing (null, an empty list) is not.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, fmt, marker::PhantomData};
 
-use serde::{Deserialize, de::DeserializeOwned};
+use serde::{
+    Deserialize, Deserializer,
+    de::{DeserializeOwned, MapAccess, Visitor, value::MapAccessDeserializer},
+};
 use serde_json::{Value, value::RawValue};
 
 use super::error::ApiError;
@@ -65,7 +68,7 @@ macro_rules! with_shared_fields {
                 /// Send the answer as it comes.
                 stream: bool,
                 /// How.
-                stream_options: StreamOptions,
+                stream_options: Object<StreamOptions>,
                 /// Kept nowhere.
                 user: String,
                 /// Kept nowhere.
@@ -114,7 +117,7 @@ with_shared_fields!(request_struct! {
     /// Body of `/v1/chat/completions`.
     ChatRequest {
         /// The conversation.
-        messages: Vec<Message>,
+        messages: Vec<Object<Message>>,
         /// Most output tokens; the same as `max_tokens`.
         max_completion_tokens: u32,
         /// Report logprobs.
@@ -166,6 +169,31 @@ with_shared_fields!(request_struct! {
     }
 });
 
+/// What only an object gives: serde takes a list for a struct too, field by field in the order of its declaration.
+#[derive(Debug, Clone, Copy)]
+pub struct Object<T>(
+    /// What the object says.
+    pub T,
+);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Object<T>, D::Error> {
+        struct Fields<T>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Fields<T> {
+            type Value = Object<T>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a JSON object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, fields: A) -> Result<Object<T>, A::Error> {
+                T::deserialize(MapAccessDeserializer::new(fields)).map(Object)
+            }
+        }
+        deserializer.deserialize_map(Fields(PhantomData))
+    }
+}
+
 /// `stream_options`.
 #[derive(Debug, Clone, Copy, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -210,7 +238,7 @@ struct ToolCallParam {
     r#type: Option<String>,
     #[serde(rename = "index")]
     _index: Option<u32>,
-    function: FunctionParam,
+    function: Object<FunctionParam>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -231,12 +259,8 @@ struct ContentPart {
 
 /// Reads a body. Errors: 400, naming the field where there is one and the nearest known one where it is unknown.
 pub fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
-    // serde would take a list for an object, field by field in the order of the struct.
-    if let Some(b'[' | b'"') = body.trim_ascii_start().first() {
-        return Err(ApiError::bad("the body is not a JSON object"));
-    }
     let mut json = serde_json::Deserializer::from_slice(body);
-    let value = serde_path_to_error::deserialize(&mut json).map_err(|e| {
+    let Object(value) = serde_path_to_error::deserialize(&mut json).map_err(|e| {
         let path = e.path().to_string();
         describe(&path, e.inner())
     })?;
@@ -292,7 +316,8 @@ pub fn content_text(content: Value, param: &str) -> Result<String, ApiError> {
                     let message = format!("content of type {other:?} is not supported; text is");
                     return Err(ApiError::field(at, message));
                 }
-                let part: ContentPart = serde_path_to_error::deserialize(part).map_err(|e| describe(&at, e.inner()))?;
+                let Object(part): Object<ContentPart> =
+                    serde_path_to_error::deserialize(part).map_err(|e| describe(&at, e.inner()))?;
                 let text = part.text.ok_or_else(|| ApiError::field(at, "a text part needs a text"))?;
                 joined.push_str(&text);
             }
@@ -309,11 +334,13 @@ pub fn tool_calls(calls: Value, param: &str) -> Result<Vec<ToolCall>, ApiError> 
     };
     let call = |(i, call): (usize, Value)| {
         let at = format!("{param}[{i}]");
-        let call: ToolCallParam = serde_path_to_error::deserialize(call).map_err(|e| describe(&at, e.inner()))?;
+        let Object(call): Object<ToolCallParam> =
+            serde_path_to_error::deserialize(call).map_err(|e| describe(&at, e.inner()))?;
         if call.r#type.is_some_and(|kind| kind != "function") {
             return Err(ApiError::field(&at, format!("the type of {at} must be \"function\"")));
         }
-        let function = Function { name: call.function.name, arguments: call.function.arguments };
+        let Object(function) = call.function;
+        let function = Function { name: function.name, arguments: function.arguments };
         Ok(ToolCall { id: call.id.unwrap_or_default(), function })
     };
     calls.into_iter().enumerate().map(call).collect()
@@ -401,9 +428,24 @@ mod tests {
         assert_eq!(refused(r#"{"max_tokens": 1.5}"#).0.as_deref(), Some("max_tokens"));
         assert_eq!(refused(r#"{"logit_bias": {"1": "x"}}"#).0.as_deref(), Some("logit_bias.1"));
         assert!(refused(r#"{"n": 1, "n": 2}"#).1.contains("duplicate field"));
-        for list in [r#"["m", [{"role": "user", "content": "x"}]]"#, " [[[", "\"x\""] {
-            assert_eq!(refused(list), (None, "the body is not a JSON object".to_owned()));
+        for (given, param, what) in [
+            (r#"["m", [{"role": "user", "content": "x"}]]"#, None, "sequence"),
+            ("\"x\"", None, "string"),
+            (r#"{"messages": [["user", "x"]]}"#, Some("messages[0]"), "sequence"),
+            (r#"{"stream_options": [true]}"#, Some("stream_options"), "sequence"),
+        ] {
+            let (at, message) = refused(given);
+            assert_eq!(at.as_deref(), param, "{given}");
+            assert!(message.contains(what) && message.ends_with("expected a JSON object"), "{message}");
         }
+        let calls = |json: &str| tool_calls(serde_json::from_str(json).expect("the case is JSON"), "calls");
+        assert!(calls(r#"[{"function": {"name": "f", "arguments": "{}"}}]"#).is_ok());
+        for list in [r#"[["id", "function", 0, ["f", "{}"]]]"#, r#"[{"function": ["f", "{}"]}]"#] {
+            assert!(calls(list).expect_err("a list").message.contains("a JSON object"), "{list}");
+        }
+        let parts = |json: &str| content_text(serde_json::from_str(json).expect("the case is JSON"), "content");
+        assert_eq!(parts(r#"[{"type": "text", "text": "x"}]"#), Ok("x".to_owned()));
+        assert!(parts(r#"[["text", "x"]]"#).expect_err("a list").message.contains("a JSON object"));
         for broken in ["", "{", "[]", "null", "{\"temperature\": NaN}", "{} {}", "\u{1}"] {
             let (_, message) = refused(broken);
             assert!(!message.is_empty(), "{broken}");

@@ -5,7 +5,7 @@ use arc_engine::request::Request;
 
 use super::{
     App,
-    api::{self, ChatRequest, CompletionRequest, Message, Prompt, Shared, StreamOptions, says_nothing},
+    api::{self, ChatRequest, CompletionRequest, Message, Object, Prompt, Shared, StreamOptions, says_nothing},
     error::ApiError,
 };
 use crate::{
@@ -120,7 +120,7 @@ pub fn chat(app: &App, body: &[u8]) -> Result<Job, ApiError> {
     let messages = messages
         .into_iter()
         .enumerate()
-        .map(|(i, m)| chat_message(i, m, takes_tools))
+        .map(|(i, Object(m))| chat_message(i, m, takes_tools))
         .collect::<Result<Vec<_>, _>>()?;
     let common = Common::new(app, shared, logprobs)?;
     let conversation = Conversation {
@@ -308,7 +308,7 @@ impl Common {
             stop_ids: self.stop_ids,
             seed: self.sampling.seed,
             stream: self.shared.stream.unwrap_or(false),
-            stream_options: self.shared.stream_options.unwrap_or_default(),
+            stream_options: self.shared.stream_options.map_or_else(StreamOptions::default, |Object(options)| options),
             logprobs: self.logprobs.is_some(),
             answer: None,
         })
