@@ -6,6 +6,8 @@
 
 pub mod api;
 pub mod backend;
+pub mod body;
+pub mod ending;
 pub mod error;
 pub mod job;
 mod listen;
@@ -15,13 +17,7 @@ pub mod reply;
 pub mod run;
 mod write_timeout;
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use axum::{
     Json, Router,
@@ -34,13 +30,12 @@ use axum::{
 };
 use futures_util::StreamExt;
 use serde_json::json;
-use tokio::{
-    net::TcpListener,
-    sync::{OwnedSemaphorePermit, Semaphore},
-};
+use tokio::net::TcpListener;
 
 use crate::model_text::ModelText;
 use backend::Backend;
+use body::Turns;
+use ending::{Ending, Stage};
 use error::ApiError;
 use metrics::Metrics;
 use models::ServedModel;
@@ -74,29 +69,10 @@ pub struct App {
     pub http: HttpLimits,
     /// Counters.
     pub metrics: Metrics,
-    /// The server takes nothing new.
-    pub draining: AtomicBool,
-    /// Whose turn it is to have a body turned into what the engine runs.
-    pub preparing: Turns,
-}
-
-/// Bodies that are parsed and encoded side by side; the others wait, as long as their clients do.
-pub const PREPARING: usize = 4;
-
-/// [`PREPARING`] turns.
-#[derive(Debug)]
-pub struct Turns(Arc<Semaphore>);
-
-impl Default for Turns {
-    fn default() -> Turns {
-        Turns(Arc::new(Semaphore::new(PREPARING)))
-    }
-}
-
-impl Turns {
-    async fn take(&self) -> OwnedSemaphorePermit {
-        self.0.clone().acquire_owned().await.expect("the semaphore is never closed")
-    }
+    /// Whether the server is about to end.
+    pub ending: Ending,
+    /// Which bodies are read, and turned into what the engine runs.
+    pub turns: Turns,
 }
 
 /// All routes.
@@ -116,34 +92,35 @@ pub fn router(app: Arc<App>) -> Router {
         .with_state(app)
 }
 
-/// Serves until `stop` resolves or the engine fails, then lets running requests end for `drain_s` seconds.
-/// Returns what was wrong with the engine, if something was.
+/// Left at the end for what has been said to be sent.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// Serves until `stop` resolves or the engine fails, then lets running requests end for `drain_s` seconds. Those that run longer are
+/// told so; a request that has not arrived by then is not waited for. Returns what was wrong with the engine, if something was.
 pub async fn serve(
     listener: TcpListener,
     app: Arc<App>,
     stop: impl Future<Output = ()> + Send + 'static,
 ) -> Option<String> {
-    let (draining, mut drained) = tokio::sync::watch::channel(false);
-    let watch = {
-        let app = app.clone();
-        async move {
-            tokio::select! {
-                () = stop => {}
-                () = engine_fault(app.backend.clone()) => {}
-            }
-            app.draining.store(true, Ordering::Relaxed);
-            let _ = draining.send(true);
-        }
-    };
     let timeout = Duration::from_secs(app.http.read_timeout_s.into());
-    let served = listen::serve(listener, router(app.clone()), app.http.connections, timeout, watch);
-    let deadline = async {
-        let _ = drained.wait_for(|d| *d).await;
-        tokio::time::sleep(Duration::from_secs(app.http.drain_s.into())).await;
+    let stopped = app.ending.reached(Stage::Draining);
+    let served = listen::serve(listener, router(app.clone()), app.http.connections, timeout, stopped);
+    let ended = async {
+        tokio::select! {
+            () = stop => {}
+            () = engine_fault(app.backend.clone()) => {}
+        }
+        app.ending.reach(Stage::Draining);
+        let drain_s = app.http.drain_s;
+        if tokio::time::timeout(Duration::from_secs(drain_s.into()), app.metrics.all_answered()).await.is_err() {
+            tracing::warn!(drain_s, "requests still ran at the end of the drain; they are ended");
+            app.ending.reach(Stage::Over);
+        }
+        tokio::time::sleep(LAST_WORDS).await;
     };
     tokio::select! {
         () = served => {}
-        () = deadline => tracing::warn!(drain_s = app.http.drain_s, "requests still ran at the end of the drain; they are dropped"),
+        () = ended => {}
     }
     app.backend.fault()
 }
@@ -167,45 +144,24 @@ async fn answer(
     request: Request,
     prepare: fn(&App, &[u8]) -> Result<job::Job, ApiError>,
 ) -> Result<Response, ApiError> {
-    if app.draining.load(Ordering::Relaxed) {
-        return Err(ApiError::unavailable("the server is shutting down"));
-    }
-    let body = read_body(&app.http, request.into_body()).await?;
-    let job = {
+    let body = app.ending.before(Stage::Draining, app.turns.read(&app.http, request.into_body())).await??;
+    // What a client that left had sent is dropped here, and not worked through before others have their turn.
+    let turn = app.ending.before(Stage::Over, app.turns.prepare()).await?;
+    // Parsing and encoding are work in proportion to the body: not for the threads that answer everybody.
+    let preparing = tokio::task::spawn_blocking({
         let app = app.clone();
-        // What a client that left had sent is dropped here, and not worked through before others have their turn.
-        let turn = app.preparing.take().await;
-        // Parsing and encoding are work in proportion to the body: not for the threads that answer everybody.
-        tokio::task::spawn_blocking(move || {
-            let prepared = prepare(&app, &body);
+        move || {
+            let prepared = prepare(&app, &body.bytes);
             drop(turn);
             prepared
-        })
-        .await
-        .map_err(|e| ApiError::failed(format!("preparing the request failed: {e}")))??
-    };
+        }
+    });
+    let job = preparing.await.map_err(|e| ApiError::failed(format!("preparing the request failed: {e}")))??;
     reply::reply(app, job).await
 }
 
-async fn read_body(limits: &HttpLimits, body: Body) -> Result<Vec<u8>, ApiError> {
-    let read = async {
-        let mut bytes = Vec::new();
-        let mut chunks = body.into_data_stream();
-        while let Some(chunk) = chunks.next().await {
-            let chunk = chunk.map_err(|e| ApiError::bad(format!("the body broke off: {e}")))?;
-            if bytes.len() + chunk.len() > limits.body_bytes {
-                return Err(ApiError::too_large(limits.body_bytes));
-            }
-            bytes.extend_from_slice(&chunk);
-        }
-        Ok(bytes)
-    };
-    let timeout = Duration::from_secs(limits.read_timeout_s.into());
-    tokio::time::timeout(timeout, read).await.unwrap_or(Err(ApiError::too_slow(limits.read_timeout_s)))
-}
-
 async fn health(State(app): State<Arc<App>>) -> Response {
-    match (app.backend.fault(), app.draining.load(Ordering::Relaxed)) {
+    match (app.backend.fault(), app.ending.is(Stage::Draining)) {
         (Some(fault), _) => {
             (StatusCode::SERVICE_UNAVAILABLE, Json(json!({"status": "failed", "error": fault}))).into_response()
         }

@@ -13,7 +13,15 @@ use std::{
 use arc::{
     model_text::ModelText,
     open::Described,
-    serve::{App, HttpLimits, Turns, backend::Backend, metrics::Metrics, models::ServedModel, router},
+    serve::{
+        App, HttpLimits,
+        backend::Backend,
+        body::{PREPARING, Turns},
+        ending::{Ending, Stage},
+        metrics::Metrics,
+        models::ServedModel,
+        router,
+    },
 };
 use arc_engine::{
     engine::{RequestId, SubmitError},
@@ -141,8 +149,8 @@ impl Bench {
                 drain_s: 1,
             },
             metrics: Metrics::default(),
-            draining: AtomicBool::new(false),
-            preparing: Turns::default(),
+            ending: Ending::default(),
+            turns: Turns::default(),
         });
         Bench { router: router(app.clone()), script, app }
     }
@@ -351,13 +359,28 @@ async fn overload_failure_and_the_end_have_their_own_codes() {
 
     let bench = Bench::new("x", FinishReason::Stop);
     assert_eq!(bench.send("GET", "/health", b"").await.0, 200);
-    bench.app.draining.store(true, Ordering::Relaxed);
+    bench.app.ending.reach(Stage::Draining);
     assert_eq!(bench.send("GET", "/health", b"").await.0, 503);
     assert_eq!(bench.post(TEXT, body).await.0, 503);
     bench.script.failed.store(true, Ordering::Relaxed);
     let (status, _, answer) = bench.send("GET", "/health", b"").await;
     assert_eq!(status, 503);
     assert!(String::from_utf8_lossy(&answer).contains("on fire"));
+}
+
+/// Bodies wait for their turn, and what a client that has left had sent is nobody's work.
+#[tokio::test]
+async fn who_leaves_before_its_turn_has_none() {
+    let bench = Bench::new("x", FinishReason::Stop);
+    let mut turns = Vec::new();
+    for _ in 0..PREPARING {
+        turns.push(bench.app.turns.prepare().await);
+    }
+    let left = tokio::time::timeout(Duration::from_millis(100), bench.post(TEXT, r#"{"prompt": "left"}"#)).await;
+    assert!(left.is_err(), "it has to wait");
+    turns.pop();
+    assert_eq!(bench.post(TEXT, r#"{"prompt": "stays"}"#).await.0, 200);
+    assert_eq!(bench.script.seen.lock().expect("no test panics here").len(), 1, "of one that left");
 }
 
 #[tokio::test]

@@ -76,14 +76,35 @@ fn the_end_is_awaited_and_then_enforced() {
     assert!(rest.iter().any(|l| l == "data: [DONE]"), "{rest:?}");
     assert!(server.child.wait().expect("it was started").success());
 
-    // No time: the running request is dropped.
-    let mut server = Server::start(&model(SMOLLM2), &["--context", "4096", "--drain-s", "0"]);
-    let _stream = server.send("POST", "/v1/completions", ENDLESS);
-    server.wait_for("arc_requests_running", |n| n == 1.0);
+    // No time: a running request is told, streamed or not, and one that has not arrived is not waited for.
+    let mut server = Server::start(&model(SMOLLM2), &["--context", "4096", "--drain-s", "0", "--read-timeout-s", "60"]);
+    let mut stream = BufReader::new(server.send("POST", "/v1/completions", ENDLESS)).lines();
+    assert!(stream.any(|l| l.expect("the stream lives").starts_with("data: ")), "tokens arrive");
+    let mut whole = server.send("POST", "/v1/completions", &ENDLESS.replace("\"stream\": true", "\"stream\": false"));
+    server.wait_for("arc_requests_running", |n| n == 2.0);
+    let head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\n";
+    let half = [head, &format!("{head}Content-Length: 100\r\n\r\n{{")].map(|sent| {
+        let mut stream = TcpStream::connect(&server.address).expect("the server listens");
+        stream.write_all(sent.as_bytes()).expect("the server reads");
+        stream
+    });
+    server.wait_for("arc_http_requests_in_flight", |n| n == 4.0);
     let start = Instant::now();
     server.signal("INT");
     assert!(server.child.wait().expect("it was started").success());
     assert!(start.elapsed() < Duration::from_secs(10));
+    let rest = stream.map(|l| l.expect("the stream is not cut"));
+    let last = rest.filter(|l| l.starts_with("data: ")).last().expect("more came");
+    assert!(last.contains("shutting down"), "{last}");
+    let mut answer = String::new();
+    whole.read_to_string(&mut answer).expect("the server answers");
+    assert!(answer.starts_with("HTTP/1.1 503 ") && answer.contains("shutting down"), "{answer}");
+    for (mut stream, want) in half.into_iter().zip(["", "HTTP/1.1 503 "]) {
+        let mut answer = String::new();
+        // What it was about to send may be thrown back at it.
+        let _ = stream.read_to_string(&mut answer);
+        assert!(answer.starts_with(want), "{answer}");
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::{
     process::ExitCode,
-    sync::{Arc, atomic::AtomicBool},
+    sync::Arc,
     time::{SystemTime, UNIX_EPOCH},
 };
 
@@ -10,7 +10,14 @@ use anyhow::{Context, Result, bail};
 use arc::{
     config::Config,
     open::{self, Sizes},
-    serve::{App, HttpLimits, PREPARING, Turns, metrics::Metrics, models::ServedModel, serve},
+    serve::{
+        App, HttpLimits,
+        body::{PREPARING, Turns},
+        ending::Ending,
+        metrics::Metrics,
+        models::ServedModel,
+        serve,
+    },
 };
 use arc_engine::engine::Shutdown;
 use tokio::signal::unix::{SignalKind, signal};
@@ -55,8 +62,8 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
             drain_s: config.drain_s,
         },
         metrics: Metrics::default(),
-        draining: AtomicBool::new(false),
-        preparing: Turns::default(),
+        ending: Ending::default(),
+        turns: Turns::default(),
     });
     let runtime = tokio::runtime::Builder::new_multi_thread()
         // Few: they only carry bytes, and every core is wanted by the model.

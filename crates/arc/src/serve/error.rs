@@ -77,6 +77,11 @@ impl ApiError {
         ApiError { retry_after_s: Some(5), ..Self::new(StatusCode::SERVICE_UNAVAILABLE, message) }
     }
 
+    /// 503: the server takes nothing new, or does not wait for what runs.
+    pub fn shutting_down() -> ApiError {
+        Self::unavailable("the server is shutting down")
+    }
+
     /// 500: the request was fine, its sequence failed.
     pub fn failed(message: impl Into<String>) -> ApiError {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)

@@ -10,6 +10,7 @@ use std::{
         Mutex, PoisonError,
         atomic::{AtomicI64, Ordering},
     },
+    time::Duration,
 };
 
 use arc_engine::stats::{
@@ -40,6 +41,13 @@ impl Metrics {
     pub fn answered(&self, route: &'static str, status: u16) {
         let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
         *requests.entry((route, status)).or_default() += 1;
+    }
+
+    /// Waits until no request is in flight.
+    pub async fn all_answered(&self) {
+        while self.in_flight.load(Ordering::Relaxed) != 0 {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
     }
 
     /// The page.

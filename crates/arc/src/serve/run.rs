@@ -1,6 +1,6 @@
 //! A job while it runs: events from the engine in, pieces of answers out.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use arc_engine::{
     engine::RequestId,
@@ -11,7 +11,7 @@ use tokio::{
     time::Instant,
 };
 
-use super::{App, backend::Backend, error::ApiError, job::Job};
+use super::{App, ending::Stage, error::ApiError, job::Job};
 use crate::answer::{Answer, Piece};
 
 /// What happens to one choice.
@@ -36,12 +36,11 @@ pub struct Usage {
 
 /// A running job. Dropping it cancels what still runs, so a client that goes away costs at most the steps in flight.
 pub struct Run {
-    backend: Arc<dyn Backend>,
+    app: Arc<App>,
     events: UnboundedReceiver<(usize, Event)>,
     choices: Vec<Running>,
     usage: Usage,
     deadline: Instant,
-    timeout_s: u32,
     /// Updates of one event that did not fit in one return value.
     next: Vec<(usize, Update)>,
 }
@@ -67,16 +66,15 @@ impl EventSink for Sink {
 
 impl Run {
     /// Submits every choice of the job. Errors: the first refusal; what was submitted before it is cancelled.
-    pub fn start(app: &App, job: &mut Job) -> Result<Run, ApiError> {
+    pub fn start(app: &Arc<App>, job: &mut Job) -> Result<Run, ApiError> {
         let (sender, events) = unbounded_channel();
-        let timeout_s = app.http.request_timeout_s;
+        let timeout = Duration::from_secs(app.http.request_timeout_s.into());
         let mut run = Run {
-            backend: app.backend.clone(),
+            app: app.clone(),
             events,
             choices: Vec::with_capacity(job.choices.len()),
             usage: Usage::default(),
-            deadline: Instant::now() + std::time::Duration::from_secs(timeout_s.into()),
-            timeout_s,
+            deadline: Instant::now() + timeout,
             next: Vec::new(),
         };
         let per_prompt = (job.choices.len() / job.n_prompts).max(1);
@@ -87,14 +85,14 @@ impl Run {
             if choice % per_prompt == 0 {
                 run.usage.prompt += request.prompt.len() as u64;
             }
-            let id = run.backend.submit(request, Box::new(Sink { choice, events: sender.clone() }))?;
+            let id = app.backend.submit(request, Box::new(Sink { choice, events: sender.clone() }))?;
             run.choices.push(Running { id, answer, done: false });
         }
         Ok(run)
     }
 
-    /// The next thing that happens; `None` once every choice has ended. Errors end the job: a sequence failed, or it took
-    /// too long.
+    /// The next thing that happens; `None` once every choice has ended. Errors end the job: a sequence failed, it took
+    /// too long, or the server ends.
     pub async fn next(&mut self) -> Result<Option<(usize, Update)>, ApiError> {
         loop {
             if let Some(update) = self.next.pop() {
@@ -103,11 +101,13 @@ impl Run {
             if self.choices.iter().all(|c| c.done) {
                 return Ok(None);
             }
-            let event = tokio::time::timeout_at(self.deadline, self.events.recv()).await;
-            let Ok(event) = event else { return Err(ApiError::timed_out(self.timeout_s)) };
+            let event = tokio::time::timeout_at(self.deadline, self.events.recv());
+            let Ok(event) = self.app.ending.before(Stage::Over, event).await? else {
+                return Err(ApiError::timed_out(self.app.http.request_timeout_s));
+            };
             let Some((choice, event)) = event else {
                 return Err(ApiError::unavailable(
-                    self.backend.fault().unwrap_or_else(|| "the engine has ended".to_owned()),
+                    self.app.backend.fault().unwrap_or_else(|| "the engine has ended".to_owned()),
                 ));
             };
             if !self.choices[choice].done {
@@ -129,7 +129,7 @@ impl Run {
                 let piece = running.answer.push(token);
                 if piece.stopped {
                     running.done = true;
-                    self.backend.cancel(running.id);
+                    self.app.backend.cancel(running.id);
                     self.next.push((choice, Update::End("stop")));
                 }
                 if !piece.text.is_empty() || !piece.tokens.is_empty() {
@@ -166,7 +166,7 @@ impl Run {
 impl Drop for Run {
     fn drop(&mut self) {
         for running in self.choices.iter().filter(|c| !c.done) {
-            self.backend.cancel(running.id);
+            self.app.backend.cancel(running.id);
         }
     }
 }

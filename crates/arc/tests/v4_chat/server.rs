@@ -1,10 +1,12 @@
 //! The server's answers for a model of this format, on the real tokenizer and a scripted engine.
 
-use std::sync::{Arc, Mutex, atomic::AtomicBool};
+use std::sync::{Arc, Mutex};
 
 use arc::{
     model_text::{ChatMessage, Conversation, ModelText, Role},
-    serve::{App, HttpLimits, Turns, backend::Backend, metrics::Metrics, models::ServedModel, router},
+    serve::{
+        App, HttpLimits, backend::Backend, body::Turns, ending::Ending, metrics::Metrics, models::ServedModel, router,
+    },
     text::{Control, Detokenizer, Special, deepseek_v4::Profile},
 };
 use arc_engine::{
@@ -92,8 +94,8 @@ async fn ask(answer: &str, reason: FinishReason, bodies: &[Value]) -> (Vec<(u16,
             drain_s: 1,
         },
         metrics: Metrics::default(),
-        draining: AtomicBool::new(false),
-        preparing: Turns::default(),
+        ending: Ending::default(),
+        turns: Turns::default(),
     });
     let router = router(app);
     let mut answers = Vec::new();
