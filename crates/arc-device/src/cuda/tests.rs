@@ -45,6 +45,30 @@ fn images_are_compiled_for_exact_arithmetic() {
     }
 }
 
+/// What `ARC_CUDA_TRACE` and `ARC_CUDA_SANITIZE` make of the sources that know of them.
+#[test]
+fn traced_and_sanitized_kernels_compile() {
+    let sources = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut seen = 0;
+    for image in IMAGES {
+        let source = sources.join(image.name.replace('-', "/")).with_extension("cu");
+        let text = std::fs::read_to_string(source).expect("source is text");
+        if !["Marks", "kSanitized", "arrives("].iter().any(|word| text.contains(word)) {
+            continue;
+        }
+        seen += 1;
+        let ptx = std::env::temp_dir().join(format!("arc-{}-{}.ptx", std::process::id(), image.name));
+        let other = image.commands[0].replace(image.ptx_path, &ptx.to_string_lossy());
+        let compiler = std::process::Command::new("sh")
+            .args(["-c", &format!("{other} -DARC_TRACE -DARC_SANITIZE")])
+            .output()
+            .expect("there is a shell");
+        assert!(compiler.status.success(), "{}: {}", image.name, String::from_utf8_lossy(&compiler.stderr));
+        std::fs::remove_file(&ptx).expect("the compiler wrote it");
+    }
+    assert!(IMAGES.is_empty() || seen >= 2, "{seen} sources know of them");
+}
+
 /// A kernel may start while the one before it still runs: one that does not wait reads what is not there yet.
 #[test]
 fn every_kernel_waits_for_the_one_before_it() {
