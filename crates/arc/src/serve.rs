@@ -15,7 +15,7 @@ pub mod metrics;
 pub mod models;
 pub mod reply;
 pub mod run;
-mod write_timeout;
+mod socket;
 
 use std::{sync::Arc, time::Duration};
 

@@ -37,13 +37,18 @@ fn a_client_that_leaves_frees_its_slot() {
     server.wait_for("arc_requests_running", |n| n == 0.0);
 
     // The same before the first token, where nothing is written that could fail: the request is not streamed.
-    let stream = server.send("POST", "/v1/completions", &ENDLESS.replace("\"stream\": true", "\"stream\": false"));
-    server.wait_for("arc_requests_running", |n| n == 1.0);
-    drop(stream);
-    server.wait_for("arc_requests_running", |n| n == 0.0);
-    server.wait_for("arc_http_requests_in_flight", |n| n == 1.0);
+    // And with more behind it, which nobody reads before there is an answer.
+    for behind in ["", "GET /health HTTP/1.1"] {
+        let whole = ENDLESS.replace("\"stream\": true", "\"stream\": false");
+        let mut stream = server.send("POST", "/v1/completions", &whole);
+        stream.write_all(behind.as_bytes()).expect("the server listens");
+        server.wait_for("arc_requests_running", |n| n == 1.0);
+        drop(stream);
+        server.wait_for("arc_requests_running", |n| n == 0.0);
+        server.wait_for("arc_http_requests_in_flight", |n| n == 1.0);
+    }
     let (_, page) = server.request("GET", "/metrics", "");
-    assert!(page.contains("arc_requests_finished_total{reason=\"cancelled\"} 2\n"), "{page}");
+    assert!(page.contains("arc_requests_finished_total{reason=\"cancelled\"} 3\n"), "{page}");
 }
 
 #[test]

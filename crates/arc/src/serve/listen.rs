@@ -11,7 +11,7 @@ use hyper_util::{
 };
 use tokio::{net::TcpListener, sync::Semaphore};
 
-use super::write_timeout::WriteTimeout;
+use super::socket::{WriteTimeout, left};
 
 /// Serves connections until `stop` resolves; then takes no more, and returns when the requests that run have been answered.
 ///
@@ -52,11 +52,15 @@ pub(super) async fn serve(
         if let Err(error) = stream.set_nodelay(true) {
             tracing::debug!(%error, "no TCP_NODELAY");
         }
-        let stream = TokioIo::new(WriteTimeout::new(stream, timeout));
-        let connection = graceful.watch(http.serve_connection(stream, service.clone()));
+        let stream = Arc::new(stream);
+        let io = TokioIo::new(WriteTimeout::new(stream.clone(), timeout));
+        let connection = graceful.watch(http.serve_connection(io, service.clone()));
         tokio::spawn(async move {
-            if let Err(error) = connection.await {
-                tracing::debug!(%error, "a connection broke");
+            tokio::select! {
+                ended = connection => if let Err(error) = ended {
+                    tracing::debug!(%error, "a connection broke");
+                },
+                () = left(&stream) => tracing::debug!("a client left"),
             }
             drop(place);
         });
