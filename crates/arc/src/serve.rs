@@ -102,27 +102,42 @@ pub async fn serve(
     app: Arc<App>,
     stop: impl Future<Output = ()> + Send + 'static,
 ) -> Option<String> {
-    let timeout = Duration::from_secs(app.http.read_timeout_s.into());
     let stopped = app.ending.reached(Stage::Draining);
-    let served = listen::serve(listener, router(app.clone()), app.http.connections, timeout, stopped);
+    let served = listen::serve(listener, router(app.clone()), app.clone(), stopped);
     let ended = async {
         tokio::select! {
             () = stop => {}
             () = engine_fault(app.backend.clone()) => {}
         }
         app.ending.reach(Stage::Draining);
-        let drain_s = app.http.drain_s;
-        if tokio::time::timeout(Duration::from_secs(drain_s.into()), app.metrics.all_answered()).await.is_err() {
-            tracing::warn!(drain_s, "requests still ran at the end of the drain; they are ended");
+        let drain = Duration::from_secs(app.http.drain_s.into());
+        if tokio::time::timeout(drain, all_sent(&app.metrics)).await.is_err() {
+            if !app.metrics.is_quiet() {
+                tracing::warn!(drain_s = app.http.drain_s, "the drain is over; what still runs is ended");
+            }
             app.ending.reach(Stage::Over);
+            tokio::time::sleep(LAST_WORDS).await;
         }
-        tokio::time::sleep(LAST_WORDS).await;
     };
     tokio::select! {
         () = served => {}
         () = ended => {}
     }
     app.backend.fault()
+}
+
+/// Waits until all that was asked for has been answered, and sent.
+async fn all_sent(metrics: &Metrics) {
+    loop {
+        while !metrics.is_quiet() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        // What was answered last may be on its way to where it would wait.
+        tokio::time::sleep(LAST_WORDS).await;
+        if metrics.is_quiet() {
+            return;
+        }
+    }
 }
 
 async fn engine_fault(backend: Arc<dyn Backend>) {
@@ -156,7 +171,8 @@ async fn answer(
             prepared
         }
     });
-    let job = preparing.await.map_err(|e| ApiError::failed(format!("preparing the request failed: {e}")))??;
+    let prepared = app.ending.before(Stage::Over, preparing).await?;
+    let job = prepared.map_err(|e| ApiError::failed(format!("preparing the request failed: {e}")))??;
     reply::reply(app, job).await
 }
 

@@ -3,6 +3,7 @@
 mod common;
 
 use std::{
+    io::{Read, Write},
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, Ordering},
@@ -20,7 +21,7 @@ use arc::{
         ending::{Ending, Stage},
         metrics::Metrics,
         models::ServedModel,
-        router,
+        router, serve,
     },
 };
 use arc_engine::{
@@ -35,6 +36,7 @@ use axum::{
 };
 use common::{SMOLLM2, model};
 use serde_json::{Value, json};
+use tokio::net::TcpSocket;
 use tower::ServiceExt;
 
 /// An engine that checks requests as the real one does and answers with what it was told to.
@@ -146,11 +148,11 @@ impl Bench {
                 read_timeout_s: 5,
                 request_timeout_s: 5,
                 max_choices: 4,
-                drain_s: 1,
+                drain_s: 30,
             },
             metrics: Metrics::default(),
             ending: Ending::default(),
-            turns: Turns::default(),
+            turns: Turns::new(256 * 1024),
         });
         Bench { router: router(app.clone()), script, app }
     }
@@ -381,6 +383,40 @@ async fn who_leaves_before_its_turn_has_none() {
     turns.pop();
     assert_eq!(bench.post(TEXT, r#"{"prompt": "stays"}"#).await.0, 200);
     assert_eq!(bench.script.seen.lock().expect("no test panics here").len(), 1, "of one that left");
+}
+
+/// At the end of the server an answer may be longer on its way than it took to make.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_takes_its_time_gets_the_whole_answer() {
+    // Less than the HTTP library takes off the handler's hands, and more than the system takes off the library's.
+    let bench = Bench::new(&"word ".repeat(200), FinishReason::Stop);
+    let [server, client] = [(); 2].map(|()| TcpSocket::new_v4().expect("there are sockets"));
+    server.set_send_buffer_size(4096).expect("it is small");
+    client.set_recv_buffer_size(4096).expect("it is small");
+    server.bind(([127, 0, 0, 1], 0).into()).expect("there is a port");
+    let listener = server.listen(1).expect("it is bound");
+    let address = listener.local_addr().expect("it is bound");
+    let (stop, stopped) = tokio::sync::oneshot::channel();
+    let served = tokio::spawn(serve(listener, bench.app.clone(), async { stopped.await.expect("it is told") }));
+
+    let client = client.connect(address).await.expect("the server listens");
+    let mut client = client.into_std().expect("it is one");
+    client.set_nonblocking(false).expect("it can wait");
+    let body = r#"{"messages": [{"role": "user", "content": "a"}], "logprobs": true, "top_logprobs": 2}"#;
+    let request = format!("POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+    client.write_all(request.as_bytes()).expect("the server reads");
+    let page = || bench.app.metrics.render(&EngineStats::default(), "m");
+    while !page().contains("_blocked 1\n") {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert!(page().contains("_in_flight 0\n"), "the handler is done");
+    stop.send(()).expect("the server runs");
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    assert!(!served.is_finished(), "the process would end, and with it the connection");
+    let mut answer = Vec::new();
+    client.read_to_end(&mut answer).expect("the server hangs up in good order");
+    assert!(answer.ends_with(b"\r\n0\r\n\r\n"), "cut off after {} bytes", answer.len());
+    assert_eq!(served.await.expect("the server ends"), None);
 }
 
 #[tokio::test]

@@ -63,7 +63,7 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
         },
         metrics: Metrics::default(),
         ending: Ending::default(),
-        turns: Turns::default(),
+        turns: Turns::new(config.body_limit_kib as usize * 1024),
     });
     let runtime = tokio::runtime::Builder::new_multi_thread()
         // Few: they only carry bytes, and every core is wanted by the model.

@@ -72,6 +72,15 @@ impl ApiError {
         Self::new(StatusCode::REQUEST_TIMEOUT, format!("the body did not arrive within {seconds} s"))
     }
 
+    /// 429.
+    pub fn overloaded(retry_after_s: u64) -> ApiError {
+        ApiError {
+            code: Some("overloaded"),
+            retry_after_s: Some(retry_after_s),
+            ..Self::new(StatusCode::TOO_MANY_REQUESTS, "the server is full; try again later")
+        }
+    }
+
     /// 503: the server is about to end or its device has failed.
     pub fn unavailable(message: impl Into<String>) -> ApiError {
         ApiError { retry_after_s: Some(5), ..Self::new(StatusCode::SERVICE_UNAVAILABLE, message) }
@@ -111,11 +120,7 @@ impl From<SubmitError> for ApiError {
     fn from(e: SubmitError) -> ApiError {
         match e {
             SubmitError::Invalid(e) => e.into(),
-            SubmitError::Full { retry_after_ms, .. } => ApiError {
-                code: Some("overloaded"),
-                retry_after_s: Some(retry_after_ms.div_ceil(1000).max(1)),
-                ..ApiError::new(StatusCode::TOO_MANY_REQUESTS, "the server is full; try again later")
-            },
+            SubmitError::Full { retry_after_ms, .. } => ApiError::overloaded(retry_after_ms.div_ceil(1000).max(1)),
             other => ApiError::unavailable(other.to_string()),
         }
     }

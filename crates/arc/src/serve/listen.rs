@@ -11,23 +11,22 @@ use hyper_util::{
 };
 use tokio::{net::TcpListener, sync::Semaphore};
 
-use super::socket::{WriteTimeout, left};
+use super::{
+    App,
+    body::SMALL,
+    socket::{WriteTimeout, left},
+};
 
 /// Serves connections until `stop` resolves; then takes no more, and returns when the requests that run have been answered.
 ///
-/// At most `connections` are open; more wait in the system's queue. A client has `timeout` for the head of a
+/// At most `connections` are open; more wait in the system's queue. A client has `read_timeout_s` for the head of a
 /// request, and as long for a part of an answer, so that silent ones cannot hold places for ever.
-pub(super) async fn serve(
-    listener: TcpListener,
-    router: Router,
-    connections: usize,
-    timeout: Duration,
-    stop: impl Future<Output = ()>,
-) {
+pub(super) async fn serve(listener: TcpListener, router: Router, app: Arc<App>, stop: impl Future<Output = ()>) {
+    let timeout = Duration::from_secs(app.http.read_timeout_s.into());
     let mut http = http1::Builder::new();
-    http.timer(TokioTimer::new()).header_read_timeout(timeout);
+    http.timer(TokioTimer::new()).header_read_timeout(timeout).max_buf_size(SMALL);
     let service = TowerToHyperService::new(router);
-    let places = Arc::new(Semaphore::new(connections));
+    let places = Arc::new(Semaphore::new(app.http.connections));
     let graceful = GracefulShutdown::new();
     let mut stop = std::pin::pin!(stop);
     loop {
@@ -53,7 +52,7 @@ pub(super) async fn serve(
             tracing::debug!(%error, "no TCP_NODELAY");
         }
         let stream = Arc::new(stream);
-        let io = TokioIo::new(WriteTimeout::new(stream.clone(), timeout));
+        let io = TokioIo::new(WriteTimeout::new(stream.clone(), app.clone(), timeout));
         let connection = graceful.watch(http.serve_connection(io, service.clone()));
         tokio::spawn(async move {
             tokio::select! {

@@ -10,7 +10,6 @@ use std::{
         Mutex, PoisonError,
         atomic::{AtomicI64, Ordering},
     },
-    time::Duration,
 };
 
 use arc_engine::stats::{
@@ -24,6 +23,7 @@ pub struct Metrics {
     /// By route and status. Routes are the router's own names, so that clients cannot make new series.
     requests: Mutex<BTreeMap<(&'static str, u16), u64>>,
     in_flight: AtomicI64,
+    blocked: AtomicI64,
 }
 
 impl Metrics {
@@ -43,11 +43,19 @@ impl Metrics {
         *requests.entry((route, status)).or_default() += 1;
     }
 
-    /// Waits until no request is in flight.
-    pub async fn all_answered(&self) {
-        while self.in_flight.load(Ordering::Relaxed) != 0 {
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
+    /// A client takes nothing of what it is sent.
+    pub fn blocked(&self) {
+        self.blocked.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// It has taken some, or has gone.
+    pub fn unblocked(&self) {
+        self.blocked.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Whether nobody waits for an answer, or for the rest of one.
+    pub fn is_quiet(&self) -> bool {
+        self.in_flight.load(Ordering::Relaxed) == 0 && self.blocked.load(Ordering::Relaxed) == 0
     }
 
     /// The page.
@@ -64,6 +72,12 @@ impl Metrics {
             "gauge",
             "HTTP requests not yet answered to the end",
             self.in_flight.load(Ordering::Relaxed),
+        );
+        page.one(
+            "arc_http_connections_blocked",
+            "gauge",
+            "Connections whose clients take nothing of what they are sent",
+            self.blocked.load(Ordering::Relaxed),
         );
         engine_lines(&mut page, engine);
         page.0

@@ -14,18 +14,33 @@ use tokio::{
     time::{Sleep, sleep},
 };
 
+use super::App;
+
 /// A stream that fails when nothing could be written to it for `limit`: a client that reads nothing would hold its place, and
 /// what it asked for, as long as it likes.
 pub(super) struct WriteTimeout {
     stream: Arc<TcpStream>,
+    app: Arc<App>,
     limit: Duration,
     /// Since the first write that had to wait.
-    waiting: Option<Pin<Box<Sleep>>>,
+    waiting: Option<Blocked>,
+}
+
+/// What is counted as blocked, and for how long it may be.
+struct Blocked {
+    app: Arc<App>,
+    over: Pin<Box<Sleep>>,
+}
+
+impl Drop for Blocked {
+    fn drop(&mut self) {
+        self.app.metrics.unblocked();
+    }
 }
 
 impl WriteTimeout {
-    pub(super) fn new(stream: Arc<TcpStream>, limit: Duration) -> WriteTimeout {
-        WriteTimeout { stream, limit, waiting: None }
+    pub(super) fn new(stream: Arc<TcpStream>, app: Arc<App>, limit: Duration) -> WriteTimeout {
+        WriteTimeout { stream, app, limit, waiting: None }
     }
 
     /// What `write` gives once the stream takes something, or an error where it has taken nothing for too long.
@@ -44,9 +59,11 @@ impl WriteTimeout {
                 }
             }
         }
-        let limit = self.limit;
-        let waiting = self.waiting.get_or_insert_with(|| Box::pin(sleep(limit)));
-        ready!(waiting.as_mut().poll(context));
+        let waiting = self.waiting.get_or_insert_with(|| {
+            self.app.metrics.blocked();
+            Blocked { app: self.app.clone(), over: Box::pin(sleep(self.limit)) }
+        });
+        ready!(waiting.over.as_mut().poll(context));
         Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client takes nothing")))
     }
 }

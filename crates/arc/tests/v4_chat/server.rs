@@ -95,7 +95,7 @@ async fn ask(answer: &str, reason: FinishReason, bodies: &[Value]) -> (Vec<(u16,
         },
         metrics: Metrics::default(),
         ending: Ending::default(),
-        turns: Turns::default(),
+        turns: Turns::new(256 * 1024),
     });
     let router = router(app);
     let mut answers = Vec::new();
