@@ -30,7 +30,7 @@ use axum::{
 };
 use futures_util::StreamExt;
 use serde_json::json;
-use tokio::net::TcpListener;
+use tokio::{net::TcpListener, time::Instant};
 
 use crate::model_text::ModelText;
 use backend::Backend;
@@ -159,6 +159,7 @@ async fn answer(
     request: Request,
     prepare: fn(&App, &[u8]) -> Result<job::Job, ApiError>,
 ) -> Result<Response, ApiError> {
+    let began = Instant::now();
     let body = app.ending.before(Stage::Draining, app.turns.read(&app.http, request.into_body())).await??;
     // What a client that left had sent is dropped here, and not worked through before others have their turn.
     let turn = app.ending.before(Stage::Over, app.turns.prepare()).await?;
@@ -173,7 +174,7 @@ async fn answer(
     });
     let prepared = app.ending.before(Stage::Over, preparing).await?;
     let job = prepared.map_err(|e| ApiError::failed(format!("preparing the request failed: {e}")))??;
-    reply::reply(app, job).await
+    reply::reply(app, job, began).await
 }
 
 async fn health(State(app): State<Arc<App>>) -> Response {

@@ -134,7 +134,7 @@ pub fn chat(app: &App, body: &[u8]) -> Result<Job, ApiError> {
         PromptError::Encode(EncodeError::Tool { index }) => ApiError::field(format!("tools[{index}]"), e.to_string()),
         _ => ApiError::field("messages", e.to_string()),
     })?;
-    let job = common.job(Kind::Chat, vec![(prompt.ids, None)], None)?;
+    let job = common.job(app, Kind::Chat, vec![(prompt.ids, None)], None)?;
     Ok(Job { answer: prompt.answer, ..job })
 }
 
@@ -225,7 +225,7 @@ pub fn completion(app: &App, body: &[u8]) -> Result<Job, ApiError> {
                     (app.text.encode_prompt(&text).map_err(|e| ApiError::field("prompt", e.to_string()))?, text)
                 }
                 Prompt::Tokens(ids) => {
-                    // Before it is turned to text, and copied for every choice.
+                    // Before it is turned to text.
                     app.backend.limits().output_len(ids.len(), common.shared.max_tokens)?;
                     let text = if echo { app.text.decode(&ids) } else { String::new() };
                     (ids, text)
@@ -234,7 +234,7 @@ pub fn completion(app: &App, body: &[u8]) -> Result<Job, ApiError> {
             Ok((ids, echo.then_some(text)))
         })
         .collect::<Result<Vec<_>, ApiError>>()?;
-    common.job(Kind::Completion, prompts, request.logprobs.filter(|_| echo))
+    common.job(app, Kind::Completion, prompts, request.logprobs.filter(|_| echo))
 }
 
 /// What both kinds say, checked as far as the engine does not check it.
@@ -245,7 +245,6 @@ struct Common {
     shared: Shared,
     logprobs: Option<u32>,
     n: u32,
-    max_choices: usize,
 }
 
 impl Common {
@@ -274,19 +273,25 @@ impl Common {
         stop_ids.extend(own.into_iter().filter(|id| !app.text.tokenizer().stop_ids().contains(id)));
         stop_ids.dedup();
         let sampling = sampling(app, &mut shared)?;
-        Ok(Common { sampling, stops, stop_ids, shared, logprobs, n, max_choices: app.http.max_choices })
+        Ok(Common { sampling, stops, stop_ids, shared, logprobs, n })
     }
 
     fn job(
         self,
+        app: &App,
         kind: Kind,
         prompts: Vec<(Vec<u32>, Option<String>)>,
         prompt_logprobs: Option<u32>,
     ) -> Result<Job, ApiError> {
         let n_prompts = prompts.len();
-        if n_prompts * self.n as usize > self.max_choices {
-            let message = format!("{n_prompts} prompts with n = {} are more than {} choices", self.n, self.max_choices);
+        let most = app.http.max_choices;
+        if n_prompts * self.n as usize > most {
+            let message = format!("{n_prompts} prompts with n = {} are more than {most} choices", self.n);
             return Err(ApiError::field("n", message));
+        }
+        // Before they are copied for every choice.
+        for (ids, _) in &prompts {
+            app.backend.limits().output_len(ids.len(), self.shared.max_tokens)?;
         }
         let choice = |(ids, echo): &(Vec<u32>, Option<String>), choice: u32| Choice {
             request: Request {

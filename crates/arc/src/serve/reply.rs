@@ -16,6 +16,7 @@ use axum::{
 };
 use futures_util::stream;
 use serde_json::{Value, json};
+use tokio::time::Instant;
 
 use super::{
     App,
@@ -219,11 +220,12 @@ fn drafts(job: &Job) -> Vec<Draft> {
     job.choices.iter().map(|c| Draft { echo: echo(c), parser: parser(), ..Draft::default() }).collect()
 }
 
-/// Runs a job and answers, in one body or in a stream. Errors: refused, or failed before a stream began.
-pub async fn reply(app: Arc<App>, mut job: Job) -> Result<Response, ApiError> {
+/// Runs a job of a request that `began` then and answers, in one body or in a stream. Errors: refused, or failed before a stream
+/// began.
+pub async fn reply(app: Arc<App>, mut job: Job, began: Instant) -> Result<Response, ApiError> {
     let head = Head::new(&app, &job);
     let drafts = drafts(&job);
-    let run = Run::start(&app, &mut job)?;
+    let run = Run::start(&app, &mut job, began)?;
     let prompt_tokens = run.usage().prompt;
     tracing::info!(
         id = head.id,

@@ -65,8 +65,8 @@ impl EventSink for Sink {
 }
 
 impl Run {
-    /// Submits every choice of the job. Errors: the first refusal; what was submitted before it is cancelled.
-    pub fn start(app: &Arc<App>, job: &mut Job) -> Result<Run, ApiError> {
+    /// Submits every choice of the job, whose request `began` then. Errors: the first refusal; what was submitted before it is cancelled.
+    pub fn start(app: &Arc<App>, job: &mut Job, began: Instant) -> Result<Run, ApiError> {
         let (sender, events) = unbounded_channel();
         let timeout = Duration::from_secs(app.http.request_timeout_s.into());
         let mut run = Run {
@@ -74,7 +74,7 @@ impl Run {
             events,
             choices: Vec::with_capacity(job.choices.len()),
             usage: Usage::default(),
-            deadline: Instant::now() + timeout,
+            deadline: began + timeout,
             next: Vec::new(),
         };
         let per_prompt = (job.choices.len() / job.n_prompts).max(1);
