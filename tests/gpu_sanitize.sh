@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs on a GPU machine, in a folder that tests/gpu_bundle.sh made: cases of the conformance suite under compute-sanitizer.
-# Logs go to results/. Each tool has limits, all together ten minutes; one that does not end within it has failed.
+# Logs go to results/. Each run has a limit of seconds; one that does not end within it has failed.
 #
 #     ./sanitize [TOOL...]                  memcheck, racecheck and initcheck by default
 #
@@ -51,7 +51,7 @@ fail=0
 program=arc-conformance
 # NAME of the log, TOOL, seconds, --, arguments of arc-conformance.
 run() {
-    local name=$1 log=results/${1//[^a-z0-9]/-}.txt tool=$2 limit=$3 began=$SECONDS
+    local name=$1 log=results/${1//[^A-Za-z0-9]/-}.txt tool=$2 limit=$3 began=$SECONDS
     shift 4
     timeout "$limit" "$sanitizer" --tool "$tool" --error-exitcode 3 --destroy-on-device-error kernel --print-limit 500 \
         "bin/$program" --require-gpu "$@" >"$log" 2>&1
@@ -80,7 +80,7 @@ for tool; do
         program=arc-conformance-sanitized
         run racecheck-model racecheck 200 -- "${MODEL[@]}" &
         for part in "${FEW[@]}"; do
-            [ "$(jobs -rp | wc -l)" -lt 6 ] || wait -n || fail=1
+            while [ "$(jobs -rp | wc -l)" -ge 6 ]; do wait -n || fail=1; done
             run "racecheck $part" racecheck 200 -- "$part" &
         done
         while [ -n "$(jobs -p)" ]; do wait -n || fail=1; done
