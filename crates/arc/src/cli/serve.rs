@@ -76,14 +76,16 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
         let listener = tokio::net::TcpListener::from_std(listener).context("cannot listen")?;
         eprintln!("{} is served on http://{}", app.model.name, listener.local_addr()?);
         let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-        let stop = async move {
+        let (stop, stopped) = tokio::sync::oneshot::channel();
+        // By itself: a server that ends for another reason can be told to end at once, too.
+        tokio::spawn(async move {
             let name = tokio::select! { _ = term.recv() => "SIGTERM", _ = int.recv() => "SIGINT" };
             eprintln!("{name}: running requests may end; the same again ends at once");
-            tokio::spawn(async move {
-                tokio::select! { _ = term.recv() => {} , _ = int.recv() => {} }
-                std::process::exit(super::INTERRUPTED.into());
-            });
-        };
+            let _ = stop.send(());
+            tokio::select! { _ = term.recv() => {} , _ = int.recv() => {} }
+            std::process::exit(super::INTERRUPTED.into());
+        });
+        let stop = async { stopped.await.expect("signals are waited for until one comes") };
         anyhow::Ok(serve(listener, app, stop).await)
     })?;
     // Before the runtime, whose threads may still hold streams that nobody will read to their end.
