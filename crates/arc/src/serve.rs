@@ -95,8 +95,9 @@ pub fn router(app: Arc<App>) -> Router {
 /// Left at the end for what has been said to be sent.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// Serves until `stop` resolves or the engine fails, then lets running requests end for `drain_s` seconds. Those that run longer are
-/// told so; a request that has not arrived by then is not waited for. Returns what was wrong with the engine, if something was.
+/// Serves until `stop` resolves or the engine fails, then lets running requests end, and their clients take the answers, for `drain_s`
+/// seconds. Those that run longer end with an error; one that has not arrived as a whole is refused, or not waited for. Returns what
+/// was wrong with the engine, if something was.
 pub async fn serve(
     listener: TcpListener,
     app: Arc<App>,
