@@ -119,6 +119,9 @@ pub fn cases(suite: &mut Suite) {
             suite.case(&format!("layers/smollm2/{style:?}/{pos}"), |suite| one(suite, &case, &case));
         }
     }
+    // Two splits of keys, in a launch that compute-sanitizer ends.
+    let case = Case::smollm2(300, 1, Adjacent);
+    suite.case("layers/smollm2/one layer", |suite| one(suite, &case, &case));
     let case = Case::smollm2(300, 34, Adjacent);
     suite.case("layers/smollm2/more than a launch has", |suite| {
         same(suite, &case, &case, |launched| {

@@ -6,14 +6,9 @@
 
 namespace arc {
 
-// For compute-sanitizer, whose racecheck knows of a barrier that what a thread did is done when this thread arrives, and that the
-// thread that waits comes behind it, but not what either of them had waited for. So there all arrive, and wait, that otherwise one
-// stands for; and who waits does not try all the time, since it looks at each attempt.
-#ifdef ARC_SANITIZE
-constexpr bool kSanitized = true;
-#else
-constexpr bool kSanitized = false;
-#endif
+// compute-sanitizer's racecheck knows of a barrier that what a thread did is done when this thread arrives, and that the thread that
+// waits comes behind it, but not what either of them had waited for. So for it all arrive, and wait, that otherwise one stands for; and
+// who waits looks seldom, since the tool looks at each attempt.
 constexpr uint32_t kWarpArrivals = kSanitized ? 32 : 1;
 
 // One thread, and `barriers_made` behind the last of them.
@@ -44,7 +39,7 @@ __device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t parity) {
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@done bra over;\n"
 #ifdef ARC_SANITIZE
-        "nanosleep.u32 20000;\n"
+        "nanosleep.u32 1000000;\n"
 #endif
         "bra again;\n"
         "over:\n"

@@ -21,11 +21,28 @@ __device__ __forceinline__ uint32_t cluster_size() {
     return n;
 }
 
+// For compute-sanitizer, which does not see all that orders memory (barrier.cuh).
+#ifdef ARC_SANITIZE
+constexpr bool kSanitized = true;
+#else
+constexpr bool kSanitized = false;
+#endif
+
 // The two halves of a barrier of all threads of the cluster. Relaxed: for those who have written nothing that others read. Blocks
 // begin together, but not at once: a block that writes to another has passed such a barrier, and so knows that the other is there.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Sanitized, the first half is all of it: racecheck lets nobody go on where threads do something else in between, or leave.
+__device__ __forceinline__ void cluster_await() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    if (kSanitized) cluster_await();
+}
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    if (kSanitized) cluster_await();
+}
+__device__ __forceinline__ void cluster_wait() {
+    if (!kSanitized) cluster_await();
+}
 // Orders shared memory of the whole cluster.
 __device__ __forceinline__ void cluster_sync() {
     cluster_arrive();

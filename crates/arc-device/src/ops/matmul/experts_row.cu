@@ -395,10 +395,8 @@ struct OneRow {
         if (p.site == 0) pdl_launch();
         if (warp == kBringer) {
             // It knows nothing that others wrote but what this block's other warps say.
-            // racecheck lets nobody go on who waits for a cluster before all have come.
-            if (kSanitized) cluster_wait();
             bring(marks);
-            if (!kSanitized) cluster_wait();
+            cluster_wait();
             return;
         }
         const router::GateRow of_gate(gate, block);
