@@ -2,8 +2,9 @@
 
 use arc_device::ops::sample::SamplerConfig;
 use arc_device::step::{BLOCK_TOKENS, CtxClass, Landed, Part, Row, SlotInit, StepDelta, StepKey, row_flags};
-use arc_device::{Landing, Ops, Steps};
+use arc_device::{Alloc, Landing, MemoryClass, Ops, Steps};
 
+use crate::compare::equal;
 use crate::inputs::Rng;
 use crate::suite::{Pair, Suite, Verdict, limits, shape};
 
@@ -14,6 +15,15 @@ pub fn cases(suite: &mut Suite) {
         suite.case(&format!("state/one row/{seed}"), |suite| tables(suite, seed, true, |_| {}));
     }
     suite.mutant("state/one row/a token past the vocabulary", |suite| tables(suite, 0, true, |row| row.token = 100));
+    suite.case("state/buffers taken and given back are counted", |suite| {
+        let mut gpu = suite.gpu(limits(1, 64)).map_err(|error| error.to_string())?;
+        let before = gpu.counters();
+        let buf = gpu.alloc::<f32>("test", MemoryClass::Workspace, 100).map_err(|error| error.to_string())?;
+        let taken = gpu.counters() - before;
+        drop(buf);
+        let given = gpu.counters() - before;
+        equal(&[1, 0, 1, 1], &[taken.allocs, taken.frees, given.allocs, given.frees])
+    });
     suite.measure("state/empty_step", |suite| {
         let mut pair = suite.pair(limits(256, 4096));
         pair.finish(&shape(1000, 64));

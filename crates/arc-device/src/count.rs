@@ -8,15 +8,17 @@ pub mod kv;
 pub struct Counters {
     /// Stages dispatched (CPU) or kernels launched outside graphs (CUDA).
     pub launches: u64,
+    /// Steps recorded: of all keys before the first request, and none after it.
+    pub graphs: u64,
     /// Recorded steps replayed.
     pub graph_launches: u64,
     /// Kernels of the steps that were replayed.
     pub graph_kernels: u64,
-    /// Buffers allocated.
+    /// Buffers allocated: by the device (CPU), or of the driver (CUDA).
     pub allocs: u64,
-    /// Buffers freed.
+    /// Buffers freed (CUDA).
     pub frees: u64,
-    /// Blocking waits for the device.
+    /// Blocking waits for the device (CUDA).
     pub syncs: u64,
     /// Copies to the device.
     pub h2d_copies: u64,
@@ -36,6 +38,7 @@ impl std::ops::Sub for Counters {
     fn sub(self, before: Counters) -> Counters {
         Counters {
             launches: self.launches - before.launches,
+            graphs: self.graphs - before.graphs,
             graph_launches: self.graph_launches - before.graph_launches,
             graph_kernels: self.graph_kernels - before.graph_kernels,
             allocs: self.allocs - before.allocs,

@@ -92,7 +92,7 @@ pub struct CudaBuf<T: Element> {
     at: u64,
     len: usize,
     /// Keeps the context alive for `drop`.
-    _driver: Arc<Driver>,
+    driver: Arc<Driver>,
     _element: PhantomData<T>,
 }
 
@@ -117,11 +117,11 @@ impl<T: Element> std::fmt::Debug for CudaBuf<T> {
 impl<T: Element> Drop for CudaBuf<T> {
     fn drop(&mut self) {
         // SAFETY: allocated by `Cuda::take`, freed once; the driver keeps its context. The call waits for what is in flight.
-        unsafe { driver::free(self.at) };
+        unsafe { self.driver.free(self.at) };
     }
 }
 
-/// Zeroed device memory that the caller gives back with `driver::free`.
+/// Zeroed device memory that the caller gives back with [`Driver::free`].
 fn alloc_zeroed(driver: &Driver, name: &str, bytes: usize) -> Result<u64> {
     let Some(at) = driver.alloc(bytes)? else {
         return Err(DeviceError::OutOfMemory { name: name.to_owned(), bytes: bytes as u64, free: driver.memory().0 });
@@ -349,9 +349,8 @@ impl Cuda {
         self.enter()?;
         let bytes = len.saturating_mul(size_of::<T>());
         let at = alloc_zeroed(&self.driver, name, bytes)?;
-        self.counters.allocs += 1;
         self.memory.add(name, class, bytes as u64);
-        Ok(CudaBuf { at, len, _driver: self.driver.clone(), _element: PhantomData })
+        Ok(CudaBuf { at, len, driver: self.driver.clone(), _element: PhantomData })
     }
 
     /// Copies `values` to the front of a buffer and waits until they are there. Load time only.
@@ -534,7 +533,6 @@ impl Alloc for Cuda {
     fn finish(&mut self, shape: &ModelShape) -> Result<()> {
         self.enter()?;
         let state = State::new(&self.driver, &self.limits, shape.vocab)?;
-        self.counters.allocs += 1;
         self.memory.add("slots and ring", MemoryClass::State, state.bytes);
         self.state = Some(state);
         self.chute = None;
@@ -604,6 +602,7 @@ impl Steps for Cuda {
         // What was recorded was not launched.
         let weight_bytes = (self.counters - before).weight_bytes;
         self.counters = before;
+        self.counters.graphs += 1;
         done?;
         self.graphs.insert(key, Recorded { graph: graph?, weight_bytes });
         Ok(())
@@ -699,7 +698,8 @@ impl Landing for Cuda {
     }
 
     fn counters(&self) -> Counters {
-        self.counters
+        let (allocs, frees) = self.driver.allocations();
+        Counters { allocs, frees, ..self.counters }
     }
 }
 

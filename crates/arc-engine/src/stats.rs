@@ -26,6 +26,8 @@ pub struct StepRecord {
     pub accepted: u32,
     /// Stages dispatched, or kernels launched outside graphs.
     pub launches: u64,
+    /// Steps recorded, since warm-up missed this one's key.
+    pub graphs: u64,
     /// Recorded steps replayed.
     pub graph_launches: u64,
     /// Kernels of the recorded steps.
@@ -50,8 +52,10 @@ pub struct StepRecord {
     pub enqueue_us: f64,
     /// Device time from the step's start to its logits.
     pub fwd_us: f64,
-    /// Device time from the logits to the commit: drawing, and drafting.
+    /// Device time from the logits to the commit, which is drawing, the host's too, and drafting.
     pub sample_us: f64,
+    /// Of it the time of rows that the host draws, from where it has their logits until the device has what it drew.
+    pub host_us: f64,
     /// Device time between the last step's commit and this one's start; 0 where the engine had nothing to run.
     pub gap_us: f64,
     /// Reading the ring and sending events.
@@ -67,17 +71,27 @@ pub struct StepRecord {
 impl StepRecord {
     /// Takes over what was counted for the step.
     pub fn count(&mut self, c: Counters) {
-        self.launches = c.launches;
-        self.graph_launches = c.graph_launches;
-        self.graph_kernels = c.graph_kernels;
-        self.allocs = c.allocs;
-        self.frees = c.frees;
-        self.syncs = c.syncs;
-        self.h2d_copies = c.h2d_copies;
-        self.h2d_bytes = c.h2d_bytes;
-        self.d2h_copies = c.d2h_copies;
-        self.d2h_bytes = c.d2h_bytes;
-        self.weight_bytes = c.weight_bytes;
+        // Whole, so that none is forgotten.
+        let Counters {
+            launches,
+            graphs,
+            graph_launches,
+            graph_kernels,
+            allocs,
+            frees,
+            syncs,
+            h2d_copies,
+            h2d_bytes,
+            d2h_copies,
+            d2h_bytes,
+            weight_bytes,
+        } = c;
+        (self.launches, self.graphs) = (launches, graphs);
+        (self.graph_launches, self.graph_kernels) = (graph_launches, graph_kernels);
+        (self.allocs, self.frees, self.syncs) = (allocs, frees, syncs);
+        (self.h2d_copies, self.h2d_bytes) = (h2d_copies, h2d_bytes);
+        (self.d2h_copies, self.d2h_bytes) = (d2h_copies, d2h_bytes);
+        self.weight_bytes = weight_bytes;
     }
 }
 

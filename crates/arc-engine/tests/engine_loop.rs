@@ -257,6 +257,27 @@ fn a_request_can_be_cancelled_wherever_it_is() {
 }
 
 #[test]
+fn a_request_that_its_caller_ends_counts_as_what_the_caller_says() {
+    let rig = Rig::new(EngineConfig::default(), Limits { slots: 1, ..limits() }, slow());
+    let running = rig.start(request(&prompt(1, 5), 240));
+    assert!(matches!(running.events.recv().expect("tokens flow"), Event::Token(_)));
+    let queued = rig.start(request(&prompt(2, 5), 5));
+    for ended in [queued, running] {
+        rig.engine.end(ended.id, FinishReason::Stop);
+        let last = ended.events.iter().last();
+        assert!(matches!(&last, Some(Event::Finished(f)) if f.reason == FinishReason::Stop), "{last:?}");
+    }
+    assert_eq!(
+        rig.ask(request(&prompt(3, 6), 5)).ids(),
+        expected(&prompt(3, 6), 5),
+        "the next in the slot starts clean"
+    );
+    let finished = rig.engine.stats().finished;
+    assert_eq!((finished.stop, finished.length, finished.cancelled), (2, 1, 0));
+    assert_eq!(rig.log.lock().expect("the log is whole").released, [0], "the device hears of it");
+}
+
+#[test]
 fn a_sink_that_stops_listening_or_panics_cancels_its_own_request() {
     let rig = Rig::new(EngineConfig::default(), limits(), slow());
     let neighbour = rig.start(request(&prompt(1, 5), 100));
@@ -396,7 +417,13 @@ fn host_rows_draw_the_tokens_that_the_device_would() {
         assert_eq!(stats.counters.d2h_copies, log.fetches.len() as u64, "one copy a step");
         assert_eq!(stats.two_part_steps, log.fetches.len() as u64);
         assert!(log.in_flight_max <= 2, "the host sees each token before the next draw");
+        // The fake's clock: 1.1 ms to the logits of a row and half of one to the commit. The host's draw is between them, and is drawing.
+        for s in rig.engine.last_steps(usize::MAX) {
+            assert!(s.host_us > 0.0 && s.sample_us == 500.0 + s.host_us, "{s:?}");
+            assert_eq!(s.fwd_us, (1000.0 + 100.0 * f64::from(s.rows) - s.host_us).max(0.0), "{s:?}");
+        }
     }
+    assert!(rig.engine.last_steps(usize::MAX).iter().all(|s| s.host_us == 0.0 && s.sample_us == 500.0));
 }
 
 #[test]

@@ -46,7 +46,7 @@ struct Script {
     full: bool,
     failed: AtomicBool,
     seen: Mutex<Vec<Request>>,
-    cancelled: Mutex<Vec<RequestId>>,
+    ended: Mutex<Vec<(RequestId, FinishReason)>>,
 }
 
 impl Backend for Script {
@@ -76,8 +76,8 @@ impl Backend for Script {
         Ok(RequestId(seen.len() as u64))
     }
 
-    fn cancel(&self, id: RequestId) {
-        self.cancelled.lock().expect("no test panics here").push(id);
+    fn end(&self, id: RequestId, reason: FinishReason) {
+        self.ended.lock().expect("no test panics here").push((id, reason));
     }
 
     fn stats(&self) -> EngineStats {
@@ -128,7 +128,7 @@ impl Bench {
             full: false,
             failed: AtomicBool::new(false),
             seen: Mutex::default(),
-            cancelled: Mutex::default(),
+            ended: Mutex::default(),
         };
         change(&mut script);
         let script = Arc::new(script);
@@ -455,7 +455,7 @@ async fn stop_strings_cut_text_tokens_usage_and_cancel_the_rest() {
     assert_eq!(choice["logprobs"]["text_offset"], json!([0, 3, 7]));
     assert_eq!(choice["logprobs"]["top_logprobs"][0].as_object().map(|o| o.len()), Some(2));
     assert_eq!(answer["usage"]["completion_tokens"], 4, "up to the token that completed the stop string");
-    assert_eq!(*bench.script.cancelled.lock().expect("no panic"), [RequestId(1)]);
+    assert_eq!(*bench.script.ended.lock().expect("no panic"), [(RequestId(1), FinishReason::Stop)]);
 }
 
 #[tokio::test]

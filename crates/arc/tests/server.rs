@@ -52,6 +52,27 @@ fn a_client_that_leaves_frees_its_slot() {
 }
 
 #[test]
+fn metrics_tell_how_requests_ended_and_what_steps_cost() {
+    let server = Server::start(&model(SMOLLM2), &["--slots", "1"]);
+    let ended = |reason: &str| server.metric(&format!("arc_requests_finished_total{{reason=\"{reason}\"}}"));
+    let body = r#"{"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "stop": ["e"]}"#;
+    let (status, answer) = server.request("POST", "/v1/completions", body);
+    assert!(status == 200 && answer.contains("\"finish_reason\":\"stop\""), "{answer}");
+    server.wait_for("arc_requests_running", |n| n == 0.0);
+    assert_eq!((ended("stop"), ended("length"), ended("cancelled")), (1.0, 0.0, 0.0));
+    assert_eq!(server.metric("arc_step_mean_seconds{part=\"total\"}"), 0.0, "too few steps for a mean");
+    let body = r#"{"prompt": "Once upon a time", "max_tokens": 28, "temperature": 0}"#;
+    assert_eq!(server.request("POST", "/v1/completions", body).0, 200);
+    server.wait_for("arc_requests_running", |n| n == 0.0);
+    assert_eq!((ended("stop"), ended("length"), ended("cancelled")), (1.0, 1.0, 0.0));
+    let part = |part: &str| server.metric(&format!("arc_step_mean_seconds{{part=\"{part}\"}}"));
+    let (total, parts) = (part("total"), part("fwd") + part("sample") + part("other"));
+    assert!(part("fwd") > 0.0 && (total - parts).abs() < 1e-9, "{total} of {parts}");
+    assert!(server.metric("arc_launches_total") > 0.0);
+    assert_eq!(server.metric("arc_copies_total{to=\"host\"}"), 0.0);
+}
+
+#[test]
 fn a_full_server_says_when_to_come_back() {
     let server = Server::start(&model(SMOLLM2), &["--slots", "1", "--queue", "1", "--context", "4096"]);
     let running = server.send("POST", "/v1/completions", ENDLESS);

@@ -4,6 +4,7 @@
 
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::sys::{self, CUresult};
 
@@ -68,6 +69,9 @@ pub struct Driver {
     pub multiprocessors: u32,
     /// Driver version as the driver counts: 1000 * major + 10 * minor.
     pub version: i32,
+    /// Device memory taken and given back, in calls.
+    allocs: AtomicU64,
+    frees: AtomicU64,
 }
 
 /// What a failing call says.
@@ -159,6 +163,8 @@ impl Driver {
             capability,
             multiprocessors,
             version,
+            allocs: AtomicU64::new(0),
+            frees: AtomicU64::new(0),
         };
         driver.make_current()?;
         let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
@@ -267,8 +273,26 @@ impl Driver {
         // SAFETY: writes an address.
         match unsafe { sys::cuMemAlloc_v2(&mut at, bytes.max(1)) } {
             CUresult::CUDA_ERROR_OUT_OF_MEMORY => Ok(None),
-            code => check("cuMemAlloc", "load", code).map(|()| Some(at)),
+            code => check("cuMemAlloc", "load", code).map(|()| {
+                self.allocs.fetch_add(1, Ordering::Relaxed);
+                Some(at)
+            }),
         }
+    }
+
+    /// Returns device memory.
+    ///
+    /// # Safety
+    /// `at` came from [`Driver::alloc`] and is freed once.
+    pub unsafe fn free(&self, at: u64) {
+        self.frees.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: by the caller's promise. An error at this point was reported by the call that caused it.
+        let _ = unsafe { sys::cuMemFree_v2(at) };
+    }
+
+    /// How often device memory was taken, and given back.
+    pub fn allocations(&self) -> (u64, u64) {
+        (self.allocs.load(Ordering::Relaxed), self.frees.load(Ordering::Relaxed))
     }
 
     /// Pinned host memory that kernels can write: host pointer and device address.
@@ -453,15 +477,6 @@ fn blank_attribute() -> sys::CUlaunchAttribute {
     }
 }
 
-/// Returns device memory.
-///
-/// # Safety
-/// `at` came from [`Driver::alloc`], is freed once, and its context is alive.
-pub unsafe fn free(at: u64) {
-    // SAFETY: by the caller's promise. An error at this point was reported by the call that caused it.
-    let _ = unsafe { sys::cuMemFree_v2(at) };
-}
-
 /// Returns pinned host memory.
 ///
 /// # Safety
@@ -473,5 +488,5 @@ pub unsafe fn free_pinned(at: *mut u8) {
 
 // SAFETY: the driver's calls may come from any thread on which the context is current; see `Driver::make_current`.
 unsafe impl Send for Driver {}
-// SAFETY: as above; nothing here changes after `open`.
+// SAFETY: as above; what changes after `open` is atomic.
 unsafe impl Sync for Driver {}

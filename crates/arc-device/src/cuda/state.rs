@@ -486,7 +486,7 @@ impl Drop for State {
         let _ = self.driver.synchronize("drop");
         for &at in &self.owned {
             // SAFETY: allocated in `new`, freed once; `self.driver` keeps the context.
-            unsafe { driver::free(at) };
+            unsafe { self.driver.free(at) };
         }
         let pinned = [&self.ring, &self.ring_clocks, &self.head, &self.fault_word, &self.kept];
         for pinned in pinned.into_iter().chain([&self.staging.pinned, &self.staging.applied]) {

@@ -40,7 +40,7 @@ impl Drop for Chute {
                 driver::free_pinned(self.pinned[1]);
             }
             if self.device != 0 {
-                driver::free(self.device);
+                self.driver.free(self.device);
             }
         }
     }

@@ -9,17 +9,24 @@ use crate::engine::RequestId;
 use crate::engine::handle::{EngineFault, Health, lock};
 use crate::engine::thread::EngineThread;
 use crate::request::FinishReason;
-use crate::sequence::Submission;
+use crate::sequence::{Sequence, Submission};
 
 /// Weight of the newest interval in the mean time between the ends of requests.
 const NEWEST_END: f64 = 0.1;
 
 impl<L: DeviceLoop> EngineThread<L> {
-    pub(super) fn cancel(&mut self, id: RequestId) {
+    /// Ends a request, wherever it is, because its caller says so.
+    pub(super) fn end_for_caller(&mut self, id: RequestId, reason: FinishReason) {
+        let runs = |s: &Option<Sequence>| s.as_ref().is_some_and(|s| s.id == id);
         if let Some(submission) = self.queue.remove(|s| s.id == id) {
-            self.finish_queued(submission, FinishReason::Cancelled);
-        } else if let Some(slot) = self.sequences.iter().position(|s| s.as_ref().is_some_and(|s| s.id == id)) {
-            self.end(slot, FinishReason::Cancelled, None);
+            self.finish_queued(submission, reason);
+        } else if let Some(slot) = self.sequences.iter().position(runs) {
+            let place = self.sequences[slot].as_ref().expect("it runs").place.slot;
+            self.end(slot, reason, None);
+            // The device knows of no end.
+            if self.delta.release.last() != Some(&place) {
+                self.delta.release.push(place);
+            }
         }
     }
 

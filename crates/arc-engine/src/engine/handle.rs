@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use arc_device::error::DeviceError;
 
 use crate::engine::{EngineConfig, RequestId};
-use crate::request::{EventSink, Request, RequestError, RequestLimits, ValidRequest};
+use crate::request::{EventSink, FinishReason, Request, RequestError, RequestLimits, ValidRequest};
 use crate::sequence::Submission;
 use crate::stats::{EngineStats, StepRecord};
 
@@ -116,11 +116,17 @@ impl EngineHandle {
 
     /// Cancels a request at the next step border. Unknown and ended requests are nothing to cancel.
     pub fn cancel(&self, id: RequestId) {
+        self.end(id, FinishReason::Cancelled);
+    }
+
+    /// Ends a request at the next step border for a reason that its caller knows, such as a stop string. As [`cancel`](Self::cancel)
+    /// otherwise.
+    pub fn end(&self, id: RequestId, reason: FinishReason) {
         let mut inbox = lock(&self.shared.inbox);
         if inbox.closed {
             return;
         }
-        inbox.cancels.push(id);
+        inbox.ends.push((id, reason));
         self.shared.ring(inbox);
     }
 
@@ -221,7 +227,8 @@ pub(crate) struct Shared {
 /// What callers send.
 pub(crate) struct Inbox {
     pub submissions: VecDeque<Submission>,
-    pub cancels: Vec<RequestId>,
+    /// Requests that end, and why.
+    pub ends: Vec<(RequestId, FinishReason)>,
     pub stop: Option<Shutdown>,
     pub health: Health,
     /// The engine thread takes nothing any more: what is sent now would stay.
@@ -258,7 +265,7 @@ impl Shared {
             rung: AtomicBool::new(false),
             inbox: Mutex::new(Inbox {
                 submissions: VecDeque::new(),
-                cancels: Vec::new(),
+                ends: Vec::new(),
                 stop: None,
                 health: Health::Ready,
                 closed: false,

@@ -51,7 +51,7 @@ pub(crate) struct EngineThread<L> {
     idle: bool,
     stop: Option<Shutdown>,
     pub(super) arrivals: VecDeque<Submission>,
-    cancels: Vec<RequestId>,
+    ends: Vec<(RequestId, FinishReason)>,
     /// Sequences that ended in the step being read; told so once the step's record is out.
     pub(super) ended: Vec<(Sequence, FinishReason, Option<String>)>,
     pub(super) last_end: Instant,
@@ -91,7 +91,7 @@ impl<L: DeviceLoop> EngineThread<L> {
             idle: true,
             stop: None,
             arrivals: VecDeque::new(),
-            cancels: Vec::new(),
+            ends: Vec::new(),
             ended: Vec::with_capacity(slots),
             last_end: Instant::now(),
             config,
@@ -149,7 +149,7 @@ impl<L: DeviceLoop> EngineThread<L> {
         {
             let mut inbox = lock(&self.shared.inbox);
             std::mem::swap(&mut inbox.submissions, &mut self.arrivals);
-            std::mem::swap(&mut inbox.cancels, &mut self.cancels);
+            std::mem::swap(&mut inbox.ends, &mut self.ends);
             self.stop = inbox.stop;
         }
         while let Some(submission) = self.arrivals.pop_front() {
@@ -157,8 +157,8 @@ impl<L: DeviceLoop> EngineThread<L> {
             let blocks = Limits::blocks_for(submission.request.total_tokens() as usize);
             self.queue.push(submission, blocks);
         }
-        while let Some(id) = self.cancels.pop() {
-            self.cancel(id);
+        while let Some((id, reason)) = self.ends.pop() {
+            self.end_for_caller(id, reason);
         }
         if self.stop == Some(Shutdown::Stop) {
             self.cancel_all();
@@ -348,8 +348,10 @@ impl<L: DeviceLoop> EngineThread<L> {
     fn clock(&mut self, step: &mut InFlight) {
         let clocks = self.burst.clocks(step.step);
         let us = |from: u64, to: u64| to.saturating_sub(from) as f64 / 1e3;
-        step.record.fwd_us = us(clocks.start_ns, clocks.sample_ns);
-        step.record.sample_us = us(clocks.sample_ns, clocks.commit_ns);
+        // Between a step's two parts the device waits while the host draws.
+        let host_us = step.record.host_us;
+        step.record.fwd_us = (us(clocks.start_ns, clocks.sample_ns) - host_us).max(0.0);
+        step.record.sample_us = us(clocks.sample_ns, clocks.commit_ns) + host_us;
         step.record.kv_bytes = clocks.kv_bytes;
         if !step.after_idle {
             step.record.gap_us = us(self.last_commit_ns, clocks.start_ns);

@@ -29,10 +29,12 @@ impl<L: DeviceLoop> EngineThread<L> {
         let began = Instant::now();
         self.await_masks();
         record.mask_wait_us = micros_f64(began.elapsed());
-        self.draw_on_host()?;
+        let fetched = self.draw_on_host()?;
         self.stage_masks();
         self.stage()?;
-        Ok(self.burst.enqueue(StepKey { part: Part::Sample, ..key })?)
+        let step = self.burst.enqueue(StepKey { part: Part::Sample, ..key })?;
+        record.host_us = fetched.map_or(0.0, |fetched| micros_f64(fetched.elapsed()));
+        Ok(step)
     }
 
     /// Waits for the masks of the rows that are about to be drawn.
@@ -78,8 +80,8 @@ impl<L: DeviceLoop> EngineThread<L> {
         }
     }
 
-    /// Fetches the logits of the rows that the host draws, in one copy, and draws.
-    fn draw_on_host(&mut self) -> Result<(), EngineFault> {
+    /// Fetches the logits of the rows that the host draws, in one copy, and draws. When they were there, if there are such rows.
+    fn draw_on_host(&mut self) -> Result<Option<Instant>, EngineFault> {
         let (sequences, plan) = (&self.sequences, &self.plan);
         let rows = || {
             plan.two_part.iter().filter_map(|&(head, slot)| {
@@ -90,9 +92,10 @@ impl<L: DeviceLoop> EngineThread<L> {
         self.host_heads.clear();
         self.host_heads.extend(rows().map(|(head, ..)| head));
         if self.host_heads.is_empty() {
-            return Ok(());
+            return Ok(None);
         }
         self.burst.fetch(&self.host_heads)?;
+        let fetched = Instant::now();
         let (vocab, context) = (self.shared.limits.vocab as usize, self.shared.limits.context as usize);
         let scratch = self.scratch.get_or_insert_with(|| Scratch::new(vocab, context));
         for (idx, (_, sequence, host)) in rows().enumerate() {
@@ -101,7 +104,7 @@ impl<L: DeviceLoop> EngineThread<L> {
             self.delta.forced.push(Forced { slot: sequence.place.slot, token, fault });
         }
         self.stats.host_rows += self.host_heads.len() as u64;
-        Ok(())
+        Ok(Some(fetched))
     }
 
     /// Puts the masks of device rows into the delta; [`EngineThread::stage`] gives their memory back.

@@ -14,7 +14,7 @@ pub struct StepSplit {
     pub total_us: f64,
     /// Start to logits.
     pub fwd_us: f64,
-    /// Logits to commit.
+    /// Logits to commit: drawing, and drafting.
     pub sample_us: f64,
     /// The rest: the last commit to this start.
     pub other_us: f64,

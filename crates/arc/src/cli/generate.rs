@@ -195,7 +195,7 @@ pub fn answer(
                 let already = answer.stopped();
                 let piece = answer.push(token);
                 if piece.stopped && !already {
-                    engine.cancel(id);
+                    engine.end(id, FinishReason::Stop);
                 }
                 pass(&piece.text, &mut whole).inspect_err(|_| engine.cancel(id))?;
             }

@@ -2,7 +2,7 @@
 
 use arc_engine::{
     engine::{EngineHandle, RequestId, SubmitError},
-    request::{EventSink, Request, RequestLimits},
+    request::{EventSink, FinishReason, Request, RequestLimits},
     stats::EngineStats,
 };
 
@@ -12,7 +12,7 @@ pub trait Backend: Send + Sync {
     /// Hands over a request; its events go to `sink`. Never blocks.
     fn submit(&self, request: Request, sink: Box<dyn EventSink>) -> Result<RequestId, SubmitError>;
     /// Ends a request at the next step border; one that has ended is left alone.
-    fn cancel(&self, id: RequestId);
+    fn end(&self, id: RequestId, reason: FinishReason);
     /// Counters and gauges.
     fn stats(&self) -> EngineStats;
     /// What requests are checked against.
@@ -26,8 +26,8 @@ impl Backend for EngineHandle {
         EngineHandle::submit(self, request, sink)
     }
 
-    fn cancel(&self, id: RequestId) {
-        EngineHandle::cancel(self, id);
+    fn end(&self, id: RequestId, reason: FinishReason) {
+        EngineHandle::end(self, id, reason);
     }
 
     fn stats(&self) -> EngineStats {

@@ -12,9 +12,11 @@ use std::{
     },
 };
 
+use arc_device::count::Counters;
 use arc_engine::stats::{
     EngineStats,
     histogram::{BOUNDS_US, Histogram},
+    split::StepSplit,
 };
 
 /// What the HTTP side counts.
@@ -112,16 +114,65 @@ fn engine_lines(page: &mut Page, s: &EngineStats) {
     page.one("arc_rows_total", "counter", "Rows run, padding included", s.rows);
     page.one("arc_padding_rows_total", "counter", "Padding rows run", s.padding_rows);
     page.one("arc_host_rows_total", "counter", "Rows drawn on the host", s.host_rows);
+    page.one("arc_two_part_steps_total", "counter", "Steps whose draw waited for the host", s.two_part_steps);
     page.one("arc_row_faults_total", "counter", "Sequences that ended with an error of their own", s.row_faults);
-    page.one("arc_launches_total", "counter", "Device stages or kernels launched", s.counters.launches);
-    page.one("arc_allocations_total", "counter", "Device buffers allocated", s.counters.allocs);
-    page.one("arc_weight_bytes_total", "counter", "Bytes of weights that steps had to read", s.counters.weight_bytes);
+    let waited = "Most steps that were in flight when a request arrived";
+    page.one("arc_arrival_steps_max", "gauge", waited, s.arrival_steps_max);
+    device_lines(page, &s.counters);
+    split_lines(page, &s.split.unwrap_or_default());
     page.one("arc_kv_bytes_total", "counter", "Bytes of KV cache that steps had to read", s.kv_bytes);
     page.histogram("arc_queue_seconds", "Submission to admission", &s.queue_time);
     page.histogram("arc_first_token_seconds", "Submission to first token", &s.first_token_time);
     page.histogram("arc_token_seconds", "Mean time of a token after the first, by sequence", &s.token_time);
     page.histogram("arc_request_seconds", "Submission to end", &s.request_time);
     page.histogram("arc_step_seconds", "Commit to commit", &s.step_time);
+}
+
+/// Whole, so that no counter is forgotten.
+fn device_lines(page: &mut Page, counters: &Counters) {
+    let Counters {
+        launches,
+        graphs,
+        graph_launches,
+        graph_kernels,
+        allocs,
+        frees,
+        syncs,
+        h2d_copies,
+        h2d_bytes,
+        d2h_copies,
+        d2h_bytes,
+        weight_bytes,
+    } = *counters;
+    let mut count = |name, help, n| page.one(name, "counter", help, n);
+    count("arc_launches_total", "Stages run, or kernels launched outside recorded steps", launches);
+    count("arc_graphs_recorded_total", "Steps recorded: all before the first request", graphs);
+    count("arc_graph_launches_total", "Recorded steps replayed", graph_launches);
+    count("arc_graph_kernels_total", "Kernels of the recorded steps that were replayed", graph_kernels);
+    count("arc_allocations_total", "Device buffers allocated", allocs);
+    count("arc_frees_total", "Device buffers freed", frees);
+    count("arc_syncs_total", "Blocking waits for the device", syncs);
+    page.family("arc_copies_total", "counter", "Copies between host and device");
+    page.line("arc_copies_total", TO_DEVICE, h2d_copies);
+    page.line("arc_copies_total", FROM_DEVICE, d2h_copies);
+    page.family("arc_copied_bytes_total", "counter", "Bytes copied between host and device");
+    page.line("arc_copied_bytes_total", TO_DEVICE, h2d_bytes);
+    page.line("arc_copied_bytes_total", FROM_DEVICE, d2h_bytes);
+    page.one("arc_weight_bytes_total", "counter", "Bytes of weights that steps had to read", weight_bytes);
+}
+
+const TO_DEVICE: &str = "{to=\"device\"}";
+const FROM_DEVICE: &str = "{to=\"host\"}";
+
+/// As `STEP_us` in the log; zeros before the first.
+fn split_lines(page: &mut Page, split: &StepSplit) {
+    let StepSplit { total_us, fwd_us, sample_us, other_us, rows } = *split;
+    let name = "arc_step_mean_seconds";
+    page.family(name, "gauge", "Mean time of the last 25 steps that were counted, and its parts");
+    for (part, us) in [("total", total_us), ("fwd", fwd_us), ("sample", sample_us), ("other", other_us)] {
+        page.line(name, &format!("{{part=\"{part}\"}}"), us / 1e6);
+    }
+    page.one("arc_step_mean_rows", "gauge", "Mean rows of these steps", rows);
 }
 
 #[derive(Default)]

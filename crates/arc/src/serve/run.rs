@@ -129,7 +129,7 @@ impl Run {
                 let piece = running.answer.push(token);
                 if piece.stopped {
                     running.done = true;
-                    self.app.backend.cancel(running.id);
+                    self.app.backend.end(running.id, FinishReason::Stop);
                     self.next.push((choice, Update::End("stop")));
                 }
                 if !piece.text.is_empty() || !piece.tokens.is_empty() {
@@ -166,7 +166,7 @@ impl Run {
 impl Drop for Run {
     fn drop(&mut self) {
         for running in self.choices.iter().filter(|c| !c.done) {
-            self.app.backend.cancel(running.id);
+            self.app.backend.end(running.id, FinishReason::Cancelled);
         }
     }
 }

@@ -42,7 +42,7 @@ impl Backend for Script {
         Ok(RequestId(prompts.len() as u64))
     }
 
-    fn cancel(&self, _: RequestId) {}
+    fn end(&self, _: RequestId, _: FinishReason) {}
 
     fn stats(&self) -> EngineStats {
         EngineStats::default()
