@@ -165,6 +165,24 @@ settings! {
     max_choices: u32 = 16, Kind::Int(1, 256);
 }
 
+impl Config {
+    /// The same with one setting changed, as `name=value`. Errors: a sentence, which names the choices.
+    pub fn with(&self, assignment: &str) -> Result<Config, String> {
+        let Some((name, text)) = assignment.split_once('=') else {
+            return Err(format!("`{assignment}` is not SETTING=VALUE"));
+        };
+        // As a flag is written, or as the file has it.
+        let name = name.trim().replace('-', "_");
+        if setting(&name).is_none() {
+            let known = SETTINGS.iter().map(|s| s.name);
+            return Err(format!("there is no setting `{name}`{}", suggestion(&name, known)));
+        }
+        let mut config = self.clone();
+        config.set(&name, text.trim()).map_err(|why| format!("`{name}` is \"{}\", {why}", text.trim()))?;
+        Ok(config)
+    }
+}
+
 /// The setting of that name.
 pub fn setting(name: &str) -> Option<&'static Setting> {
     SETTINGS.iter().find(|s| s.name == name)
@@ -210,6 +228,22 @@ mod tests {
             copy.set(s.name, &text).unwrap_or_else(|e| panic!("default of {} is refused: {e}", s.name));
             assert_eq!(copy, config, "{} does not survive being written and read", s.name);
             assert!(!s.doc.trim().is_empty());
+        }
+    }
+
+    #[test]
+    fn one_setting_is_changed_by_name() {
+        let config = Config::default();
+        assert_eq!(config.with("burst = 3"), Ok(Config { burst: 3, ..config.clone() }));
+        assert_eq!(config.with("sample-on=host"), Ok(Config { sample_on: SampleOn::Host, ..config.clone() }));
+        for (wrong, says) in [
+            ("burst", "`burst` is not SETTING=VALUE"),
+            ("burts=3", "there is no setting `burts`; did you mean `burst`?"),
+            ("burst=0", "`burst` is \"0\", must be"),
+            ("sample_on=cpu", "`sample_on` is \"cpu\", must be device or host"),
+        ] {
+            let why = config.with(wrong).expect_err(wrong);
+            assert!(why.starts_with(says), "{wrong}: {why}");
         }
     }
 

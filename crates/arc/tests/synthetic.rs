@@ -156,6 +156,9 @@ fn bench_makes_room_for_what_it_measures_or_says_why_not() {
         (&["--mixed", "--slots", "1"], "`slots` is 1, but 2 sequences"),
         (&["--pp", "600", "--context", "512"], "601 tokens are to be measured, but the context is 512: set --context"),
         (&["--depth", "1048576"], "but the context is 1048576: lower --pp"),
+        (&["--ab", "burts=2"], "--ab: there is no setting `burts`; did you mean `burst`?"),
+        (&["--ab", "burst=8"], "--ab burst=8: that is how it is already"),
+        (&["--temp", "-1"], "temperature"),
     ];
     for (args, why) in cases {
         refused(arc().args(["bench", tiny]).args(args), b"", 1, why, quick);
@@ -178,7 +181,37 @@ fn bench_runs_without_a_tokenizer() {
     for rate in [&page["prefill"]["tokens_per_s"]["median"], &page["decode"]["tokens_per_s"]["median"]] {
         assert!(rate.as_f64().is_some_and(|rate| rate.is_finite() && rate > 0.0), "{page}");
     }
+    // Whole passes: nothing is allocated, and nothing comes back but what lands.
+    let all = &page["decode"]["step"]["of_all"];
+    assert!(all["steps"].as_u64() >= Some(6) && all["launches"].as_u64() > all["steps"].as_u64(), "{all}");
+    assert_eq!((&all["allocs"], &all["d2h_copies"]), (&0.into(), &0.into()), "{all}");
+    assert_eq!(page["settings"]["sample_on"], "device");
     // Two rows of a step go to half of the experts or more; all else is read once.
     let read = page["decode"]["bytes_per_step"].as_f64().expect("a number");
     assert!(read > 1e5, "{page}");
+}
+
+/// Two engines take turns, which differ in what was asked for and in nothing else.
+#[test]
+fn bench_compares_a_setting_with_itself_and_the_other() {
+    let args = ["--pp", "4", "--tg", "8", "--reps", "1", "--warm-up", "0", "--threads", "2", "--temp", "0.9"];
+    let ab = ["--ab", "sample_on=host", "--ab", "speculate=off", "--turns", "3", "--json"];
+    let tiny = "synthetic:deepseek-v4-tiny";
+    let output = arc().args(["bench", tiny]).args(args).args(ab).output().expect("the binary is built");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let page: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    for (side, sample_on, speculate) in [("a", "device", "auto"), ("b", "host", "off")] {
+        let (side, of) = (&page[side], &page[side]["environment"]);
+        assert_eq!(
+            (&of["settings"]["sample_on"], &of["settings"]["speculate"]),
+            (&sample_on.into(), &speculate.into())
+        );
+        assert_eq!(of["sampling"]["temperature"].as_f64().map(|t| (t - 0.9).abs() < 1e-6), Some(true), "{of}");
+        for turns in ["prefill_tokens_per_s", "decode_tokens_per_s", "load_average"] {
+            assert_eq!(side[turns].as_array().map(Vec::len), Some(3), "{turns} of {side}");
+        }
+    }
+    for what in ["prefill", "decode"] {
+        assert!(page[what]["ratio"].as_f64() > Some(0.0) && page[what]["drift"].as_f64() >= Some(0.0), "{page}");
+    }
 }

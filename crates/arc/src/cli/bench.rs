@@ -1,5 +1,6 @@
 //! `arc bench`: what this machine reaches with a model, through the engine's own front door.
 
+mod ab;
 mod bandwidth;
 mod mixed;
 
@@ -12,14 +13,14 @@ use std::{
 
 use anyhow::{Result, bail};
 use arc::{
-    config::{Auto, Config, Device},
-    open::{self, Sizes},
+    config::{Auto, Config, Device, SETTINGS, Scope},
+    open::{self, Described, Sizes},
 };
 use arc_device::ops::sample::SamplerConfig;
 use arc_engine::{
     engine::{EngineHandle, Shutdown},
-    request::{Event, EventSink, FinishReason, Request},
-    stats::StepRecord,
+    request::{Event, EventSink, FinishReason, Request, RequestLimits, ValidRequest},
+    stats::{StepRecord, split::StepSplit},
 };
 use serde_json::{Value, json};
 
@@ -58,6 +59,27 @@ pub struct Args {
     /// Measure instead how the sequences feel a prompt that arrives while they decode, and what it waits
     #[arg(long, conflicts_with = "depth")]
     mixed: bool,
+    /// Measure instead what this setting changes, taking turns with how it is: `--ab sample_on=host`; may be given several times
+    #[arg(long, value_name = "SETTING=VALUE", conflicts_with = "mixed")]
+    ab: Vec<String>,
+    /// Turns of either side of --ab
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(2..=100))]
+    turns: u32,
+    /// 0 always takes the most likely token
+    #[arg(long, value_name = "T", default_value_t = 0.0, allow_negative_numbers = true)]
+    temp: f32,
+    /// Keep the most likely tokens that together have this probability; 1: all
+    #[arg(long, value_name = "P", default_value_t = 1.0, allow_negative_numbers = true)]
+    top_p: f32,
+    /// Keep the K most likely tokens; 0: all
+    #[arg(long, value_name = "K", default_value_t = 0, allow_negative_numbers = true)]
+    top_k: u32,
+    /// Keep tokens at least this likely, relative to the most likely; 0: all
+    #[arg(long, value_name = "P", default_value_t = 0.0, allow_negative_numbers = true)]
+    min_p: f32,
+    /// Penalty on tokens that prompt or answer hold, as a factor; 1: none
+    #[arg(long, value_name = "X", default_value_t = 1.0, allow_negative_numbers = true)]
+    repetition_penalty: f32,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -99,97 +121,157 @@ struct Decode {
     bytes_per_s: f64,
 }
 
+impl Args {
+    fn check(&self) -> Result<()> {
+        if self.pp == 0 && self.tg == 0 {
+            bail!("nothing to measure: --pp and --tg are both 0");
+        }
+        if self.mixed && (self.pp == 0 || self.tg == 0) {
+            bail!("--mixed needs both --pp and --tg");
+        }
+        if self.together && (self.pp == 0 || self.tg == 0) {
+            bail!("--together needs both --pp and --tg");
+        }
+        // Prompts of several would enter one behind the other, while the first ones decode.
+        if self.together && self.batch > 1 {
+            bail!("--together measures one sequence: leave --batch out");
+        }
+        let any = RequestLimits { vocab: u32::MAX, context: u32::MAX, kv_tokens: u32::MAX, default_max_tokens: 1 };
+        ValidRequest::new(request(self, vec![0], 1), &any)?;
+        Ok(())
+    }
+
+    /// Sequences that run at once.
+    fn seqs(&self) -> u32 {
+        self.batch + u32::from(self.mixed)
+    }
+
+    /// The configuration with room for every sequence at once, whatever the defaults for sharing are.
+    fn sized(&self, config: &Config, model: &Described) -> Result<Config> {
+        let mut sized = config.clone();
+        let (prompt_len, decoded) = (self.pp + 1, self.tg + 2);
+        let longest = self.depth + if self.together { prompt_len + decoded } else { prompt_len.max(decoded) };
+        let seqs = self.seqs();
+        if let Some(slots) = config.slots.value().filter(|&slots| slots < seqs) {
+            bail!(
+                "the setting `slots` is {slots}, but {seqs} sequences are to run at once: leave it out, or lower --batch"
+            );
+        }
+        let room = longest.next_multiple_of(32);
+        if config.kv_tokens.value().is_none() {
+            sized.kv_tokens = Auto::Value(room * seqs);
+        }
+        let most = u32::try_from(model.config.context()).unwrap_or(u32::MAX);
+        let context = config.context.value().unwrap_or(most);
+        if longest > context {
+            let choice = if context < most { "set --context, or lower" } else { "lower" };
+            bail!("{longest} tokens are to be measured, but the context is {context}: {choice} --pp, --tg or --depth");
+        }
+        if config.context.value().is_none() && longest > open::CONTEXT_DEFAULT {
+            sized.context = Auto::Value(room.min(most));
+        }
+        // All of them are submitted at once.
+        sized.queue = sized.queue.max(seqs);
+        Ok(sized)
+    }
+}
+
+/// What one engine reached.
+struct Figures {
+    /// Prompt tokens a second.
+    prefill: Series,
+    decodes: Vec<Decode>,
+    mixed: Mixed,
+    /// The last mean split of step times, where there were steps enough.
+    split: Option<StepSplit>,
+}
+
+impl Figures {
+    fn measure(args: &Args, model: &Described, config: &Config) -> Result<Figures> {
+        // Token ids are all it takes, so that a model without a tokenizer can be measured too.
+        let sizes = Sizes { random_rows: args.depth > 0, ..Sizes::slots(args.seqs()) };
+        let engine = &open::start_engine(model, config, sizes)?;
+        let vocab = engine.limits().vocab;
+        let (mut prefills, mut decodes, mut mixed) = (Vec::new(), Vec::new(), Mixed::default());
+        for rep in 0..args.warm_up + args.reps {
+            let counts = rep >= args.warm_up;
+            if args.mixed {
+                // What comes before tells the scheduler what steps cost.
+                mixed.arrival(engine, args, vocab, rep)?;
+                mixed = if counts { mixed } else { Mixed::default() };
+                continue;
+            }
+            // Prefill and decode take turns, so that a drift of the machine touches both.
+            let (prefill, decode) = if args.together {
+                let both = Pass::run(engine, args, vocab, rep, args.pp, args.tg)?;
+                (Some(both.prefill(args)), Some(both.decode(engine, args)))
+            } else {
+                let pass = |n, prompt, output| {
+                    (n > 0).then(|| Pass::run(engine, args, vocab, rep, prompt, output)).transpose()
+                };
+                let prefill = pass(args.pp, args.pp, 0)?.map(|pass| pass.prefill(args));
+                (prefill, pass(args.tg, 1, args.tg)?.map(|pass| pass.decode(engine, args)))
+            };
+            if counts {
+                prefills.extend(prefill);
+                decodes.extend(decode);
+            }
+        }
+        // The device closes before the figures are told: it may have a table of its own to write.
+        engine.shutdown(Shutdown::Stop);
+        Ok(Figures { prefill: Series(prefills), decodes, mixed, split: engine.stats().split })
+    }
+
+    /// Output tokens a second.
+    fn decode(&self) -> Series {
+        Series(self.decodes.iter().map(|d| d.tokens_per_s).collect())
+    }
+}
+
+/// What stands beside figures, so that one file can be told from another.
+fn setting_of(args: &Args, model: &Described, config: &Config) -> Value {
+    let engine = SETTINGS.iter().filter(|s| s.scope == Scope::Engine);
+    let settings = engine.map(|s| (s.name.to_owned(), json!(config.show(s.name)))).collect::<serde_json::Map<_, _>>();
+    json!({
+        "arc": env!("CARGO_PKG_VERSION"),
+        "model": args.model,
+        "architecture": model.config.arch(),
+        "format": model.main_format(),
+        "device": if config.device == Device::Cpu { "cpu" } else { "cuda" },
+        "cpu": bandwidth::cpu_name(),
+        "batch": args.batch,
+        "depth": args.depth,
+        "together": args.together,
+        "sampling": {
+            "temperature": args.temp,
+            "top_p": args.top_p,
+            "top_k": args.top_k,
+            "min_p": args.min_p,
+            "repetition_penalty": args.repetition_penalty,
+        },
+        "settings": settings,
+    })
+}
+
 pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
-    if args.pp == 0 && args.tg == 0 {
-        bail!("nothing to measure: --pp and --tg are both 0");
-    }
-    if args.mixed && (args.pp == 0 || args.tg == 0) {
-        bail!("--mixed needs both --pp and --tg");
-    }
-    if args.together && (args.pp == 0 || args.tg == 0) {
-        bail!("--together needs both --pp and --tg");
-    }
-    // Prompts of several would enter one behind the other, while the first ones decode.
-    if args.together && args.batch > 1 {
-        bail!("--together measures one sequence: leave --batch out");
+    args.check()?;
+    if !args.ab.is_empty() {
+        return ab::run(args, config);
     }
     let model = open_model(&args.model, config)?;
-    // Room for every sequence at once, whatever the defaults for sharing are.
-    let mut sized = config.clone();
-    let (prompt_len, decoded) = (args.pp + 1, args.tg + 2);
-    let longest = args.depth + if args.together { prompt_len + decoded } else { prompt_len.max(decoded) };
-    let seqs = args.batch + u32::from(args.mixed);
-    if let Some(slots) = config.slots.value().filter(|&slots| slots < seqs) {
-        bail!(
-            "the setting `slots` is {slots}, but {seqs} sequences are to run at once: leave it out, or lower --batch"
-        );
-    }
-    let room = longest.next_multiple_of(32);
-    if config.kv_tokens.value().is_none() {
-        sized.kv_tokens = Auto::Value(room * seqs);
-    }
-    let most = u32::try_from(model.config.context()).unwrap_or(u32::MAX);
-    let context = config.context.value().unwrap_or(most);
-    if longest > context {
-        let choice = if context < most { "set --context, or lower" } else { "lower" };
-        bail!("{longest} tokens are to be measured, but the context is {context}: {choice} --pp, --tg or --depth");
-    }
-    if config.context.value().is_none() && longest > open::CONTEXT_DEFAULT {
-        sized.context = Auto::Value(room.min(most));
-    }
-    // All of them are submitted at once.
-    sized.queue = sized.queue.max(seqs);
+    let sized = args.sized(config, &model)?;
     let threads = open::threads(config);
     let on_cpu = config.device == Device::Cpu;
     // What the processor can read says nothing of a GPU.
     let roof = on_cpu.then(|| bandwidth::read_bytes_per_s(threads));
-    // Token ids are all it takes, so that a model without a tokenizer can be measured too.
-    let sizes = Sizes { random_rows: args.depth > 0, ..Sizes::slots(seqs) };
-    let engine = &open::start_engine(&model, &sized, sizes)?;
-    let vocab = engine.limits().vocab;
-    let (mut prefills, mut decodes, mut mixed) = (Vec::new(), Vec::new(), Mixed::default());
-    for rep in 0..args.warm_up + args.reps {
-        let counts = rep >= args.warm_up;
-        if args.mixed {
-            // What comes before tells the scheduler what steps cost.
-            mixed.arrival(engine, args, vocab, rep)?;
-            mixed = if counts { mixed } else { Mixed::default() };
-            continue;
-        }
-        // Prefill and decode take turns, so that a drift of the machine touches both.
-        let (prefill, decode) = if args.together {
-            let both = Pass::run(engine, args, vocab, rep, args.pp, args.tg)?;
-            (Some(both.prefill(args)), Some(both.decode(engine, args)))
-        } else {
-            let pass =
-                |n, prompt, output| (n > 0).then(|| Pass::run(engine, args, vocab, rep, prompt, output)).transpose();
-            let prefill = pass(args.pp, args.pp, 0)?.map(|pass| pass.prefill(args));
-            (prefill, pass(args.tg, 1, args.tg)?.map(|pass| pass.decode(engine, args)))
-        };
-        if counts {
-            prefills.extend(prefill);
-            decodes.extend(decode);
-        }
-    }
-    // The device closes before the figures are told: it may have a table of its own to write.
-    engine.shutdown(Shutdown::Stop);
-    let prefill = Series(prefills);
-    let decode = Series(decodes.iter().map(|d| d.tokens_per_s).collect());
+    let figures = Figures::measure(args, &model, &sized)?;
+    let (prefill, decodes, mixed) = (&figures.prefill, &figures.decodes, &figures.mixed);
+    let decode = figures.decode();
     let bandwidth = Series(decodes.iter().map(|d| d.bytes_per_s).collect());
     let bytes_per_step = decodes.last().map_or(0.0, |d| d.bytes_per_step);
     let mut out = io::stdout().lock();
     if args.json {
-        let mut body = json!({
-            "arc": env!("CARGO_PKG_VERSION"),
-            "model": args.model,
-            "architecture": model.config.arch(),
-            "format": model.main_format(),
-            "device": if on_cpu { "cpu" } else { "cuda" },
-            "cpu": bandwidth::cpu_name(),
-            "batch": args.batch,
-            "depth": args.depth,
-            "together": args.together,
-        });
+        let mut body = setting_of(args, &model, &sized);
         if let Some(roof) = roof {
             body["threads"] = json!(threads);
             body["read_bytes_per_s"] = json!(roof);
@@ -212,6 +294,10 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
                 "bytes_per_s": bandwidth.json(),
                 "step": decodes.last().map(|d| &d.step),
             });
+        }
+        if let Some(StepSplit { total_us, fwd_us, sample_us, other_us, rows }) = figures.split {
+            body["step_us"] =
+                json!({"total": total_us, "fwd": fwd_us, "sample": sample_us, "other": other_us, "rows": rows});
         }
         writeln!(out, "{body:#}")?;
         return Ok(ExitCode::SUCCESS);
@@ -242,6 +328,9 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
         writeln!(out, "a step reads {bytes:.1} MB of weights and more: {rate:.1} GB/s{of_roof}")?;
     } else if let Some(roof) = of_roof {
         writeln!(out, "{roof}")?;
+    }
+    if let Some(split) = figures.split {
+        writeln!(out, "{split}")?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -292,8 +381,10 @@ impl Pass {
     }
 }
 
-/// What a step was and took: medians, so that a prompt's step or one after a pause does not show.
+/// What a step was and took: medians, so that a prompt's step or one after a pause does not show; and what all of the pass's steps
+/// counted, in which it does.
 fn step_json(steps: &[StepRecord]) -> Value {
+    let all = |of: fn(&StepRecord) -> u64| steps.iter().map(of).sum::<u64>();
     let median = |of: fn(&StepRecord) -> f64| {
         if steps.is_empty() { 0.0 } else { Series(steps.iter().map(of).collect()).median() }
     };
@@ -307,17 +398,35 @@ fn step_json(steps: &[StepRecord]) -> Value {
         "launches": median(|s| s.launches as f64),
         "graph_launches": median(|s| s.graph_launches as f64),
         "graph_kernels": median(|s| s.graph_kernels as f64),
+        "of_all": {
+            "steps": steps.len(),
+            "launches": all(|s| s.launches),
+            "graphs": all(|s| s.graphs),
+            "graph_launches": all(|s| s.graph_launches),
+            "allocs": all(|s| s.allocs),
+            "frees": all(|s| s.frees),
+            "syncs": all(|s| s.syncs),
+            "h2d_copies": all(|s| s.h2d_copies),
+            "d2h_copies": all(|s| s.d2h_copies),
+        },
     })
 }
 
-fn request(prompt: Vec<u32>, max_tokens: u32) -> Request {
-    let sampling = SamplerConfig { temperature: 0.0, ..SamplerConfig::default() };
+fn request(args: &Args, prompt: Vec<u32>, max_tokens: u32) -> Request {
+    let sampling = SamplerConfig {
+        temperature: args.temp,
+        top_p: args.top_p,
+        top_k: args.top_k,
+        min_p: args.min_p,
+        repetition: args.repetition_penalty,
+        ..SamplerConfig::default()
+    };
     Request { max_tokens: Some(max_tokens), ignore_stop: true, ..Request::new(prompt, sampling) }
 }
 
 /// One of whose prompt the first tokens count as run.
 fn deep(args: &Args, prompt: Vec<u32>, max_tokens: u32) -> Request {
-    Request { depth: args.depth, ..request(prompt, max_tokens) }
+    Request { depth: args.depth, ..request(args, prompt, max_tokens) }
 }
 
 /// Token ids that are the same in every run of the program and different in every repetition and sequence.

@@ -30,7 +30,7 @@ impl Mixed {
         let (sender, events) = mpsc::channel();
         let submit = |seq: u32, n_prompt: u32, n: u32| {
             let sink = Stopwatch { seq: seq as usize, events: sender.clone() };
-            engine.submit(request(prompt(n_prompt, vocab, rep, seq), n), Box::new(sink))
+            engine.submit(request(args, prompt(n_prompt, vocab, rep, seq), n), Box::new(sink))
         };
         (0..args.batch).try_for_each(|seq| submit(seq, 1, args.tg).map(drop))?;
         let streams = args.batch as usize;
