@@ -15,6 +15,7 @@
 //! own instead is small: one merge loop ([`bpe`]), four splitters ([`split`]) and a table of token bytes ([`vocab`]).
 
 mod bpe;
+mod deep_stack;
 pub mod deepseek_v4;
 mod detokenize;
 mod gguf;
@@ -31,6 +32,7 @@ pub mod testing;
 mod tokenizer;
 mod vocab;
 
+pub use deep_stack::{DeepStackError, DeepStacks};
 pub use detokenize::{Control, Detokenizer};
 pub use spec::{TokenizerError, TokenizerSpec};
 pub use stop::StopMatcher;

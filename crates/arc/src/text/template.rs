@@ -10,15 +10,13 @@
 use std::fmt;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc;
-use std::thread;
 use std::time::Duration;
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, ErrorKind, UndefinedBehavior};
 use serde_json::{Map, Value};
 
+use super::deep_stack::{DeepStackError, DeepStacks};
 use super::marks::{Marker, unmark};
 use super::python;
 use super::tokenizer::Tokenizer;
@@ -26,11 +24,8 @@ use super::tokenizer::Tokenizer;
 /// Largest template source. Expressions can nest about once per four bytes, which bounds the stack they need.
 pub const MAX_TEMPLATE_BYTES: usize = 64 << 10;
 
-/// Stack of the thread that compiles and renders. Mapped, not touched, unless a template nests values on purpose:
-/// [`fuel`] allows about 60,000 levels, which take about 1 kB each to print, compare or drop.
-const STACK_BYTES: usize = 256 << 20;
-
-/// Threads that may still be at work past their time before a template is given up.
+/// Threads that may still be at work past their time before a template is given up. A template that nests values on purpose
+/// needs their deep stacks: [`fuel`] allows about 60,000 levels, which take about 1 kB each to print, compare or drop.
 const MAX_STUCK: usize = 2;
 
 /// Name under which the mark is in the context, which no template can spell.
@@ -111,6 +106,16 @@ pub enum TemplateError {
     Thread(#[from] io::Error),
 }
 
+impl From<DeepStackError> for TemplateError {
+    fn from(error: DeepStackError) -> TemplateError {
+        match error {
+            DeepStackError::Late => TemplateError::Stuck,
+            DeepStackError::Panicked => TemplateError::Panicked,
+            DeepStackError::Thread(error) => TemplateError::Thread(error),
+        }
+    }
+}
+
 /// What `raise_exception` was called with.
 #[derive(Debug)]
 pub(super) struct Raised(pub(super) String);
@@ -128,8 +133,7 @@ impl std::error::Error for Raised {}
 pub struct ChatTemplate {
     environment: Arc<Environment<'static>>,
     source: Arc<str>,
-    /// Threads that have not ended in time and still run.
-    stuck: Arc<AtomicUsize>,
+    threads: DeepStacks,
     bos: Option<String>,
     eos: Option<String>,
 }
@@ -143,8 +147,8 @@ impl ChatTemplate {
         if source.len() > MAX_TEMPLATE_BYTES {
             return Err(TemplateError::TooLarge { bytes: source.len(), max: MAX_TEMPLATE_BYTES });
         }
-        let (owned, stuck) = (source.to_owned(), Arc::default());
-        let environment = on_deep_stack(&stuck, deadline(source.len() as u64), move || {
+        let (owned, threads) = (source.to_owned(), DeepStacks::new("chat-template", MAX_STUCK));
+        let environment = threads.run(deadline(source.len() as u64), move || {
             let mut environment = Environment::new();
             let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
             environment.set_syntax(syntax.expect("the default delimiters"));
@@ -161,7 +165,7 @@ impl ChatTemplate {
         Ok(Self {
             environment: Arc::new(environment),
             source: source.into(),
-            stuck,
+            threads,
             bos: bos.map(str::to_owned),
             eos: eos.map(str::to_owned),
         })
@@ -225,7 +229,7 @@ impl ChatTemplate {
         let n_messages = context["messages"].as_array().map_or(0, Vec::len) as u64;
         let (bytes, mut environment) = (size_of(&context), (*self.environment).clone());
         environment.set_fuel(Some(fuel(n_messages, bytes)));
-        on_deep_stack(&self.stuck, deadline(bytes), move || {
+        self.threads.run(deadline(bytes), move || {
             // Values that a template builds are dropped here too, where the stack is deep enough for them.
             let template = environment.get_template("chat").expect("added by `new`");
             template.render(minijinja::value::Serde(&context)).map_err(|error| {
@@ -273,52 +277,6 @@ fn size_of(context: &Map<String, Value>) -> u64 {
         }
     }
     context.iter().map(|(name, value)| name.len() as u64 + size(value) + 1).sum()
-}
-
-/// Runs `work` on a thread of its own with [`STACK_BYTES`] of stack, for as long as `deadline`.
-fn on_deep_stack<T: Send + 'static>(
-    stuck: &Arc<AtomicUsize>,
-    deadline: Duration,
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, TemplateError> {
-    if stuck.load(Ordering::Relaxed) >= MAX_STUCK {
-        return Err(TemplateError::Stuck);
-    }
-    // Whoever comes second, the thread at its end or the caller who gave it up, sees that the other has been here.
-    struct Ends {
-        first: Arc<AtomicBool>,
-        stuck: Arc<AtomicUsize>,
-    }
-    impl Drop for Ends {
-        fn drop(&mut self) {
-            if self.first.swap(true, Ordering::AcqRel) {
-                self.stuck.fetch_sub(1, Ordering::Relaxed);
-            }
-        }
-    }
-    let (sender, receiver) = mpsc::sync_channel(1);
-    let ended = Arc::new(AtomicBool::new(false));
-    let ends = Ends { first: ended.clone(), stuck: stuck.clone() };
-    let run = move || {
-        let _ends = ends;
-        // Nobody may wait any more.
-        let _ = sender.send(work());
-    };
-    thread::Builder::new().name("chat-template".into()).stack_size(STACK_BYTES).spawn(run)?;
-    match receiver.recv_timeout(deadline) {
-        Ok(result) => Ok(result),
-        Err(mpsc::RecvTimeoutError::Timeout) => {
-            stuck.fetch_add(1, Ordering::Relaxed);
-            if !ended.swap(true, Ordering::AcqRel) {
-                return Err(TemplateError::Stuck);
-            }
-            // It has ended just now.
-            stuck.fetch_sub(1, Ordering::Relaxed);
-            receiver.recv().map_err(|_| TemplateError::Panicked)
-        }
-        // The thread ended without a result: it panicked, which the file of the model made it do.
-        Err(mpsc::RecvTimeoutError::Disconnected) => Err(TemplateError::Panicked),
-    }
 }
 
 fn line_and_problem(error: &minijinja::Error) -> (usize, String) {
@@ -369,38 +327,9 @@ fn messages(input: &ChatInput<'_>) -> Result<Vec<Value>, TemplateError> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
-
     use serde_json::json;
 
     use super::*;
-
-    #[test]
-    fn a_thread_that_ends_as_it_is_given_up_is_not_late_for_good() {
-        let stuck = Arc::new(AtomicUsize::new(0));
-        let (mut done, mut late) = (0, 0);
-        for _ in 0..500 {
-            match on_deep_stack(&stuck, Duration::from_micros(50), || 7) {
-                Ok(result) => done += usize::from(result == 7),
-                Err(TemplateError::Stuck) => late += 1,
-                Err(other) => panic!("{other}"),
-            }
-            // Threads that are late end soon.
-            let began = Instant::now();
-            while stuck.load(Ordering::Relaxed) > 0 {
-                assert!(began.elapsed() < Duration::from_secs(20), "one is late for good, behind {done} and {late}");
-                thread::yield_now();
-            }
-        }
-        assert_eq!(done + late, 500);
-    }
-
-    #[test]
-    fn a_panic_is_the_templates_error() {
-        let stuck = Arc::new(AtomicUsize::new(0));
-        let panicked = on_deep_stack(&stuck, Duration::from_secs(20), || assert_eq!(1, 2, "a defect"));
-        assert!(matches!(panicked, Err(TemplateError::Panicked)) && stuck.load(Ordering::Relaxed) == 0);
-    }
 
     #[test]
     fn every_value_has_its_time() {
