@@ -7,4 +7,5 @@ pub mod model_text;
 pub mod open;
 pub mod pull;
 pub mod serve;
+pub mod structured;
 pub mod text;

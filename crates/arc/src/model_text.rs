@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value, json, value::RawValue};
 
+use crate::structured::Grammars;
 use crate::text::{
     ChatInput, ChatTemplate, Control, Detokenizer, TemplateError, Tokenizer,
     deepseek_v4::{self, AnswerFormat, EncodeError, Profile, ToolCall},
@@ -76,6 +77,8 @@ pub struct Conversation<'a> {
     pub messages: &'a [ChatMessage],
     /// Tools that the model may call: objects with a `function`. Empty unless [`ModelText::takes_tools`].
     pub tools: &'a [Box<RawValue>],
+    /// The schema of the answer. A format that has no words for it says nothing of it.
+    pub schema: Option<&'a RawValue>,
     /// How much to reason, in the API's words. Absent unless [`ModelText::takes_tools`].
     pub effort: Option<&'a str>,
     /// More names for the template.
@@ -144,6 +147,7 @@ pub struct ModelText {
     tokenizer: Arc<Tokenizer>,
     /// Or why there is none: a model can still continue raw text.
     format: Result<Format, String>,
+    grammars: Grammars,
     context: u32,
     token_bytes_max: usize,
 }
@@ -159,7 +163,8 @@ impl ModelText {
         } else {
             ChatTemplate::of(&tokenizer).map(Format::Template).map_err(|e| e.to_string())
         };
-        ModelText { tokenizer: Arc::new(tokenizer), format, context, token_bytes_max }
+        let tokenizer = Arc::new(tokenizer);
+        ModelText { grammars: Grammars::new(tokenizer.clone()), tokenizer, format, context, token_bytes_max }
     }
 
     /// Asks DeepSeek-V4 for reasoning in the words of another release than the preview; other formats are as they are.
@@ -173,6 +178,11 @@ impl ModelText {
     /// The tokenizer.
     pub fn tokenizer(&self) -> &Arc<Tokenizer> {
         &self.tokenizer
+    }
+
+    /// Grammars over its tokens.
+    pub fn grammars(&self) -> &Grammars {
+        &self.grammars
     }
 
     /// Whether conversations can be encoded.
@@ -216,6 +226,7 @@ impl ModelText {
         // What was thought before may have no place in the prompt.
         conversation.messages.iter().try_for_each(|m| self.check_len(m.reasoning.len()))?;
         self.check_len(conversation.tools.iter().map(|tool| tool.get().len()).sum())?;
+        self.check_len(conversation.schema.map_or(0, |schema| schema.get().len()))?;
         match format {
             Format::Template(template) => {
                 let messages: Vec<Value> = conversation.messages.iter().map(ChatMessage::to_json).collect();

@@ -24,6 +24,7 @@ fn the_openai_client_is_content() {
     assert!(output.status.success(), "{out}\n{err}\n(install the openai package, or name a Python in ARC_TEST_PYTHON)");
     let n: u32 = out.trim().strip_suffix(" checks passed").and_then(|n| n.parse().ok()).expect("a count");
     assert!(n >= 90, "only {n} checks ran");
+    assert!(server.metric("arc_two_part_steps_total") > 50.0, "structured answers draw under masks");
     assert_eq!(server.metric("arc_requests_running"), 0.0);
 }
 

@@ -16,11 +16,12 @@ pub(super) fn encode(
 ) -> Result<ChatPrompt, PromptError> {
     let options = options(profile, conversation)?;
     let mut messages: Vec<Message> = conversation.messages.iter().map(message).collect();
-    if !conversation.tools.is_empty() {
+    if !conversation.tools.is_empty() || conversation.schema.is_some() {
         if messages.first().is_none_or(|m| m.role != deepseek_v4::Role::System) {
             messages.insert(0, Message::new(deepseek_v4::Role::System, ""));
         }
         messages[0].tools = conversation.tools.to_vec();
+        messages[0].response_format = conversation.schema.map(ToOwned::to_owned);
     }
     // Tools that were called are still known, even if the client no longer lists them.
     let tools = messages.iter().any(|m| !m.tools.is_empty() || !m.tool_calls.is_empty());

@@ -124,8 +124,8 @@ with_shared_fields!(request_struct! {
         logprobs: bool,
         /// With so many alternatives.
         top_logprobs: u32,
-        /// Only `{"type": "text"}`.
-        response_format: Value,
+        /// What the answer is: text, or JSON of a schema.
+        response_format: Object<ResponseFormat>,
         /// What the model may call, where its chat format is known.
         tools: Vec<Box<RawValue>>,
         /// Only `"none"` and `"auto"`.
@@ -192,6 +192,30 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
         }
         deserializer.deserialize_map(Fields(PhantomData))
     }
+}
+
+/// `response_format`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ResponseFormat {
+    /// `text`, `json_object` or `json_schema`.
+    pub r#type: String,
+    /// Of the last of these.
+    pub json_schema: Option<Object<JsonSchema>>,
+}
+
+/// `response_format.json_schema`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct JsonSchema {
+    /// Says nothing to this server.
+    pub name: Option<String>,
+    /// Says nothing to this server.
+    pub description: Option<String>,
+    /// Every answer follows its schema, strict or not.
+    pub strict: Option<bool>,
+    /// The schema.
+    pub schema: Option<Box<RawValue>>,
 }
 
 /// `stream_options`.

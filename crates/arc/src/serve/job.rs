@@ -2,15 +2,20 @@
 
 use arc_device::ops::sample::{DryConfig, SamplerConfig};
 use arc_engine::request::Request;
+use serde_json::value::RawValue;
 
 use super::{
     App,
-    api::{self, ChatRequest, CompletionRequest, Message, Object, Prompt, Shared, StreamOptions, says_nothing},
+    api::{
+        self, ChatRequest, CompletionRequest, Message, Object, Prompt, ResponseFormat, Shared, StreamOptions,
+        says_nothing,
+    },
     error::ApiError,
 };
 use crate::{
     answer::fresh_seed,
     model_text::{ChatMessage, Conversation, PromptError, Role},
+    structured::SchemaError,
     text::{
         Special, StopMatcher,
         deepseek_v4::{AnswerFormat, EncodeError},
@@ -93,9 +98,13 @@ pub fn chat(app: &App, body: &[u8]) -> Result<Job, ApiError> {
     if request.modalities.as_ref().is_some_and(|m| m.iter().any(|m| m != "text")) {
         return Err(ApiError::unsupported("modalities"));
     }
-    let format_is_text = |f: &serde_json::Value| f.get("type").is_some_and(|t| t == "text");
-    if !says_nothing(&request.response_format) && !request.response_format.as_ref().is_some_and(format_is_text) {
-        return Err(ApiError::unsupported("response_format"));
+    let schema = request.response_format.map(|Object(format)| schema(format)).transpose()?.flatten();
+    if schema.is_some() && !tools.is_empty() {
+        let message = "an answer is JSON of response_format or may call tools: leave one of them out";
+        return Err(ApiError::field("response_format", message));
+    }
+    if schema.is_some() && shared.ignore_eos == Some(true) {
+        return Err(ApiError::field("ignore_eos", "what response_format describes has an end: leave ignore_eos out"));
     }
     match (shared.max_tokens, request.max_completion_tokens) {
         (Some(a), Some(b)) if a != b => {
@@ -127,6 +136,7 @@ pub fn chat(app: &App, body: &[u8]) -> Result<Job, ApiError> {
         messages: &messages,
         tools: &tools,
         effort: request.reasoning_effort.as_deref(),
+        schema: schema.as_ref().and_then(Schema::told),
         variables: request.chat_template_kwargs.as_ref(),
     };
     let prompt = app.text.encode_conversation(&conversation).map_err(|e| match &e {
@@ -134,8 +144,69 @@ pub fn chat(app: &App, body: &[u8]) -> Result<Job, ApiError> {
         PromptError::Encode(EncodeError::Tool { index }) => ApiError::field(format!("tools[{index}]"), e.to_string()),
         _ => ApiError::field("messages", e.to_string()),
     })?;
-    let job = common.job(app, Kind::Chat, vec![(prompt.ids, None)], None)?;
+    let mut job = common.job(app, Kind::Chat, vec![(prompt.ids, None)], None)?;
+    if let Some(schema) = schema {
+        let grammar =
+            app.text.grammars().compile(schema.text(), app.backend.limits().vocab).map_err(|error| match error {
+                SchemaError::Failed(_) => ApiError::failed(error.to_string()),
+                SchemaError::Busy => ApiError::overloaded(1),
+                _ => ApiError::field("response_format", format!("response_format: {error}")),
+            })?;
+        for choice in &mut job.choices {
+            choice.request.grammar =
+                Some(grammar.mask(prompt.answer.and_then(|answer| answer.behind(app.text.tokenizer()))));
+        }
+    }
     Ok(Job { answer: prompt.answer, ..job })
+}
+
+/// What an answer follows.
+enum Schema {
+    /// Any object.
+    Object,
+    /// What the client describes.
+    Of(Box<RawValue>),
+}
+
+impl Schema {
+    fn text(&self) -> &str {
+        match self {
+            Schema::Object => r#"{"type": "object"}"#,
+            Schema::Of(schema) => schema.get(),
+        }
+    }
+
+    /// As the model is told of it, where its format has words for that.
+    fn told(&self) -> Option<&RawValue> {
+        match self {
+            Schema::Object => None,
+            Schema::Of(schema) => Some(schema),
+        }
+    }
+}
+
+/// Reads `response_format`; `None` is text.
+fn schema(format: ResponseFormat) -> Result<Option<Schema>, ApiError> {
+    let described = format.json_schema.is_some();
+    let schema = format.json_schema.and_then(|Object(described)| described.schema);
+    match (format.r#type.as_str(), schema) {
+        ("text", None) if !described => Ok(None),
+        ("json_object", None) if !described => Ok(Some(Schema::Object)),
+        ("json_schema", Some(schema)) => Ok(Some(Schema::Of(schema))),
+        ("json_schema", None) => {
+            let message = "response_format of type json_schema needs json_schema.schema";
+            Err(ApiError::field("response_format.json_schema.schema", message))
+        }
+        ("text" | "json_object", _) => {
+            let message = "response_format has a json_schema, so its type must be json_schema";
+            Err(ApiError::field("response_format.type", message))
+        }
+        (other, _) => {
+            let other: String = other.chars().take(50).collect();
+            let message = format!("response_format.type is {other:?}, must be text, json_object or json_schema");
+            Err(ApiError::field("response_format.type", message))
+        }
+    }
 }
 
 fn chat_message(i: usize, m: Message, takes_tools: bool) -> Result<ChatMessage, ApiError> {

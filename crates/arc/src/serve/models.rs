@@ -46,7 +46,11 @@ pub struct ServedModel {
 fn describe(app: &App) -> Value {
     let limits = app.backend.limits();
     let context = limits.context.min(limits.kv_tokens);
-    let features: &[&str] = if app.text.takes_tools() { &["tools", "reasoning"] } else { &[] };
+    let features: &[&str] = match (app.text.takes_tools(), app.text.has_template()) {
+        (true, _) => &["tools", "reasoning", "json_mode", "structured_outputs"],
+        (false, true) => &["json_mode", "structured_outputs"],
+        (false, false) => &[],
+    };
     json!({
         "id": app.model.name,
         "object": "model",

@@ -3,11 +3,14 @@
 Every check counts; the last line says how many there were, so that a script that stops early is seen.
 """
 
+import json
 import math
 import sys
 import threading
+from typing import Literal
 
 import openai
+import pydantic
 from openai import OpenAI
 
 checks = 0
@@ -151,6 +154,43 @@ def main(base):
     check(penal.choices[0].text != complete(prompt="a a a a a a a a", max_tokens=8).choices[0].text, "penalties act")
     more = {"top_k": 1, "min_p": 0.1, "repetition_penalty": 1.0, "min_tokens": 2, "ignore_eos": True}
     check(complete(prompt=prompt, temperature=1, extra_body=more).choices[0].text == base_text, "top_k 1 is greedy")
+
+    # Structured outputs.
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+        },
+        "required": ["name", "age", "tags"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+    ask_json = {"model": model, "messages": question, "response_format": form, "max_tokens": 200, "temperature": 1.5}
+
+    def is_person(text):
+        person = json.loads(text)
+        good = list(person) == ["name", "age", "tags"] and len(person["name"]) <= 12
+        return good and 0 <= person["age"] <= 150 and len(person["tags"]) <= 3 and set(person["tags"]) <= {"a", "b"}
+
+    people = client.chat.completions.create(**ask_json, n=3, seed=5).choices
+    check(all(is_person(c.message.content) and c.finish_reason == "stop" for c in people), f"JSON of the schema: {people}")
+    check(len({c.message.content for c in people}) > 1, "choices differ")
+    streamed = client.chat.completions.create(**ask_json, seed=5, stream=True)
+    streamed = "".join(c.choices[0].delta.content or "" for c in streamed if c.choices)
+    check(streamed == people[0].message.content, "a schema streamed")
+    free = {**ask_json, "response_format": {"type": "json_object"}, "max_tokens": 30}
+    check(client.chat.completions.create(**free).choices[0].message.content.lstrip().startswith("{"), "any object")
+
+    class Answer(pydantic.BaseModel):
+        word: Literal["yes", "no"]
+        sure: bool
+
+    parsed = client.chat.completions.parse(model=model, messages=question, response_format=Answer, max_tokens=100)
+    check(parsed.choices[0].message.parsed.word in ("yes", "no"), "the client reads its own class")
+    bad_schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "objekt"}}}
+    refused(lambda: client.chat.completions.create(**{**ask_json, "response_format": bad_schema}), openai.BadRequestError, "schema", "response_format")
 
     # Refusals.
     chat = client.chat.completions.create

@@ -286,15 +286,20 @@ async fn requests_become_the_prompts_of_the_release() {
         ("tools_results_chat_mode", json!({})),
         ("tools_then_user", json!({"chat_template_kwargs": {"reasoning_effort": "high"}})),
         ("user_after_tool_result", json!({"reasoning_effort": "high", "tool_choice": "auto"})),
+        ("response_format", json!({})),
     ] {
         let case = case(name);
         let mut messages: Value = serde_json::from_str(case.messages.get()).expect("JSON");
-        // In the API the tools stand beside the messages.
+        // In the API the tools and the schema of the answer stand beside the messages.
         let tools = messages[0].as_object_mut().expect("an object").remove("tools");
+        let schema = messages[0].as_object_mut().expect("an object").remove("response_format");
         let mut body = request(more);
         body["messages"] = messages;
         if let Some(tools) = tools {
             body["tools"] = tools;
+        }
+        if let Some(schema) = schema {
+            body["response_format"] = json!({"type": "json_schema", "json_schema": {"schema": schema}});
         }
         bodies.push(body);
         expected.push(case.ids);
@@ -343,6 +348,7 @@ async fn what_the_format_does_not_know_is_refused_by_name() {
         (json!({"tools": [tool()[0], 1]}), "tools[1]"),
         (json!({"tools": {"a": 1}}), "tools"),
         (json!({"tools": tool(), "tool_choice": "required"}), "tool_choice"),
+        (json!({"tools": tool(), "response_format": {"type": "json_object"}}), "response_format"),
         (messages(json!({"role": "user", "content": "x", "tool_calls": [call]})), "messages[0].tool_calls"),
         (messages(json!({"role": "user", "content": "x", "tool_call_id": "a"})), "messages[0].tool_call_id"),
         (messages(json!({"role": "user", "content": "x", "reasoning_content": "a"})), "messages[0].reasoning_content"),

@@ -21,7 +21,7 @@ use super::{
         OPEN_CALLS_WITH_GAP, OPEN_INVOKE, OPEN_PARAMETER,
     },
 };
-use crate::text::python::push_json_char;
+use crate::text::{Tokenizer, python::push_json_char};
 
 /// Longest name of a tool or parameter with what stands behind it, in bytes. What is longer is text.
 const MAX_NAME: usize = 512;
@@ -33,6 +33,13 @@ pub struct AnswerFormat {
     pub thinking: Thinking,
     /// Whether it may hold calls. If not, their tags are content.
     pub tools: bool,
+}
+
+impl AnswerFormat {
+    /// The token behind which its content begins, where reasoning is before it.
+    pub fn behind(&self, tokenizer: &Tokenizer) -> Option<u32> {
+        if self.thinking == Thinking::On { tokenizer.id_of(super::END_THINK) } else { None }
+    }
 }
 
 /// Turns the text of an answer into events, piece by piece.

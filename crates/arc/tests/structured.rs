@@ -1,0 +1,160 @@
+//! Grammars of schemas over the real tokenizer: whatever is drawn under their masks is JSON of the schema, and hostile schemas are
+//! refused or bounded.
+#![forbid(unsafe_code)]
+
+mod common;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use arc::open::Described;
+use arc::structured::{Grammars, MAX_SCHEMA_BYTES, MAX_SCHEMA_BYTES_IN_USE, SchemaError};
+use arc::text::Tokenizer;
+use arc_engine::grammar::TokenMask;
+use common::{SMOLLM2, model};
+use serde_json::{Value, json};
+
+/// Logits of a model that has some more than its tokenizer has tokens.
+const VOCAB: u32 = 49_152 + 70;
+
+fn tokenizer() -> Arc<Tokenizer> {
+    Arc::new(Described::read(&model(SMOLLM2)).and_then(|d| d.tokenizer()).expect("the model is good"))
+}
+
+/// Tokens that may come next, by a mask that was full of others.
+fn allowed(mask: &mut dyn TokenMask) -> Vec<u32> {
+    let mut bits = vec![0x5555_5555; VOCAB.div_ceil(32) as usize];
+    mask.mask(&mut bits).expect("the grammar goes on");
+    (0..VOCAB).filter(|id| bits[*id as usize / 32] >> (id % 32) & 1 == 1).collect()
+}
+
+/// Draws without a model until an end is drawn.
+fn draw(tokenizer: &Tokenizer, mask: &mut dyn TokenMask, seed: u64) -> String {
+    let (mut state, mut bytes) = (seed, Vec::new());
+    for _ in 0..2_000 {
+        let ids = allowed(mask);
+        assert!(!ids.is_empty(), "nothing may come behind {:?}", String::from_utf8_lossy(&bytes));
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let id = ids[(state >> 33) as usize % ids.len()];
+        mask.accept(id).expect("it was allowed");
+        if tokenizer.stop_ids().contains(&id) {
+            let ends = allowed(mask);
+            assert!(ends.iter().all(|id| tokenizer.stop_ids().contains(id)), "{ends:?} behind the end");
+            return String::from_utf8(bytes).expect("whole characters");
+        }
+        assert!(!tokenizer.is_special(id), "a control token inside");
+        bytes.extend_from_slice(tokenizer.token_bytes(id));
+    }
+    panic!("no end: {:?}", String::from_utf8_lossy(&bytes));
+}
+
+#[test]
+fn whatever_is_drawn_is_json_of_the_schema() {
+    let tokenizer = tokenizer();
+    let grammars = Grammars::new(tokenizer.clone());
+    let schema = json!({
+        "type": "object",
+        "properties": {
+            "zone": {"enum": ["north", "süd", 3, null]},
+            "at": {"type": "array", "items": {"type": "number", "minimum": -1, "maximum": 1}, "minItems": 1, "maxItems": 2},
+            "note": {"type": "string", "maxLength": 8},
+            "more": {"anyOf": [{"type": "boolean"}, {"$ref": "#/$defs/pair"}]}
+        },
+        "required": ["zone", "at", "more"],
+        "additionalProperties": false,
+        "$defs": {"pair": {"type": "object", "properties": {"x": {"type": "integer", "maximum": 99, "minimum": 0}},
+                           "required": ["x"], "additionalProperties": false}}
+    });
+    let grammar = grammars.compile(&schema.to_string(), VOCAB).expect("a good schema");
+    let (mut notes, mut pairs) = (0, 0);
+    for seed in 0..60 {
+        let text = draw(&tokenizer, &mut *grammar.mask(None), seed);
+        let value: Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{text}: {e}"));
+        let object = value.as_object().expect("an object");
+        assert!([json!("north"), json!("süd"), json!(3), json!(null)].contains(&object["zone"]), "{text}");
+        let at = object["at"].as_array().expect("an array");
+        assert!((1..=2).contains(&at.len()) && at.iter().all(|x| x.as_f64().is_some_and(|x| x.abs() <= 1.0)), "{text}");
+        notes += usize::from(object.get("note").is_some_and(|n| n.as_str().is_some_and(|n| n.chars().count() <= 8)));
+        pairs += usize::from(object["more"]["x"].as_u64().is_some_and(|x| x < 100));
+        assert!(object["more"].is_boolean() || object["more"]["x"].is_u64(), "{text}");
+        assert!(object.keys().all(|key| ["zone", "at", "note", "more"].contains(&key.as_str())), "{text}");
+    }
+    assert!(notes > 5 && pairs > 5, "both ways are taken: {notes}, {pairs}");
+}
+
+#[test]
+fn reasoning_comes_first_and_is_free() {
+    let tokenizer = tokenizer();
+    let grammars = Grammars::new(tokenizer.clone());
+    let grammar = grammars.compile(r#"{"const": 7}"#, VOCAB).expect("a good schema");
+    let end = tokenizer.encode("#", arc::text::Special::Text)[0];
+    let mut mask = grammar.mask(Some(end));
+    for id in [5, 900, 40_000] {
+        assert_eq!(allowed(&mut *mask).len(), VOCAB as usize);
+        mask.accept(id).expect("anything goes");
+    }
+    mask.accept(end).expect("its end");
+    assert_eq!(draw(&tokenizer, &mut *mask, 1).trim(), "7");
+    assert_eq!(draw(&tokenizer, &mut *grammar.mask(None), 2).trim(), "7", "each sequence has its own");
+}
+
+#[test]
+fn hostile_schemas_are_refused_or_bounded() {
+    let grammars = Grammars::new(tokenizer());
+    let refused: [(String, &str); 9] = [
+        ("{".into(), "EOF"),
+        ("[]".into(), "object"),
+        ("false".into(), "object"),
+        (json!({"type": "objekt"}).to_string(), "objekt"),
+        (json!({"$ref": "#"}).to_string(), "nothing satisfies"),
+        (json!({"$ref": "http://127.0.0.1:1/schema"}).to_string(), "not present"),
+        (json!({"type": "string", "pattern": "(?=a)b"}).to_string(), "look"),
+        (json!({"allOf": [{"type": "string"}, {"type": "integer"}]}).to_string(), "incompatible"),
+        (format!("{}1{}", r#"{"items":"#.repeat(200), "}".repeat(200)), "recursion limit"),
+    ];
+    for (schema, says) in refused {
+        let error = grammars.compile(&schema, VOCAB).expect_err(&schema);
+        assert!(matches!(error, SchemaError::Refused(_)) && error.to_string().contains(says), "{schema}: {error}");
+    }
+    let large = json!({"const": "x".repeat(MAX_SCHEMA_BYTES)}).to_string();
+    assert!(matches!(grammars.compile(&large, VOCAB), Err(SchemaError::TooLarge { .. })));
+
+    let chain = |n: usize| {
+        let link =
+            |i: usize| (format!("d{i}"), json!({"type": "array", "items": {"$ref": format!("#/$defs/d{}", i + 1)}}));
+        let links: serde_json::Map<String, Value> = (0..n).map(link).chain([(format!("d{n}"), json!({}))]).collect();
+        json!({"$ref": "#/$defs/d0", "$defs": links}).to_string()
+    };
+    let objects: Vec<Value> = (0..1_500).map(|i| json!({"properties": {format!("k{i}"): {}}})).collect();
+    let properties: serde_json::Map<String, Value> = (0..3_500).map(|i| (format!("p{i}"), json!({}))).collect();
+    for schema in [
+        chain(2_000),
+        json!({"anyOf": objects}).to_string(),
+        json!({"properties": properties}).to_string(),
+        json!({"type": "string", "pattern": "((a{0,1000}){0,1000}){0,1000}"}).to_string(),
+        json!({"type": "string", "pattern": "^(|.*)$", "maxLength": 1_000_000_000}).to_string(),
+        json!({"enum": (0..4_000).map(|i| format!("{i:020}")).collect::<Vec<_>>()}).to_string(),
+    ] {
+        assert!(schema.len() <= MAX_SCHEMA_BYTES);
+        let began = Instant::now();
+        // Taken or refused: no process dies, and it comes back.
+        let _ = grammars.compile(&schema, VOCAB);
+        assert!(began.elapsed() < Duration::from_secs(20), "{}...", &schema[..60]);
+    }
+    assert!(grammars.compile("{}", VOCAB).is_ok(), "the next is as good as ever");
+}
+
+#[test]
+fn schemas_in_use_are_bounded_together() {
+    let grammars = Grammars::new(tokenizer());
+    let schema = json!({"const": "x".repeat(100_000)}).to_string();
+    let most = MAX_SCHEMA_BYTES_IN_USE / schema.len();
+    let mut masks = Vec::new();
+    for _ in 0..most {
+        masks.push(grammars.compile(&schema, VOCAB).expect("there is room").mask(None));
+    }
+    assert!(matches!(grammars.compile(&schema, VOCAB), Err(SchemaError::Busy)));
+    assert!(grammars.compile("{}", VOCAB).is_ok(), "a small one has room");
+    masks.pop();
+    assert!(grammars.compile(&schema, VOCAB).is_ok(), "what has ended makes room");
+}
