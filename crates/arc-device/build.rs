@@ -125,12 +125,17 @@ fn compile_all(nvcc: &Path, src: &Path, jobs: Vec<Job>) -> Vec<Image> {
     images
 }
 
+/// Whether a variable of the build is set to something, which may be the file that a run writes to.
+fn is_on(name: &str) -> bool {
+    env::var(name).is_ok_and(|value| !matches!(value.as_str(), "" | "0" | "off"))
+}
+
 /// Source to PTX, PTX to machine code: two steps, so that tests can read the PTX of what runs.
 fn compile(nvcc: &Path, src: &Path, job: Job) -> Image {
     let mut to_ptx = Command::new(nvcc);
     to_ptx.args(FLAGS).arg("-I").arg(src).arg(format!("-arch=compute_{}", job.arch));
     for (name, define) in [("ARC_CUDA_TRACE", "-DARC_TRACE"), ("ARC_CUDA_SANITIZE", "-DARC_SANITIZE")] {
-        if env::var_os(name).is_some() {
+        if is_on(name) {
             to_ptx.arg(define);
         }
     }

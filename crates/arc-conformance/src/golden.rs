@@ -80,7 +80,8 @@ fn logits(on: On, path: &Path, change: impl Fn(&mut V4Config), ids: &[u32], chun
                 prompt_logits(&mut Runner::new(dev, model), &limits, ids, chunk, &mut each)?;
             }
             On::Gpu { ordinal, capture } => {
-                let mut dev = Cuda::new(CudaOptions { ordinal, capture, late: false }, limits)?;
+                let mut dev =
+                    Cuda::new(CudaOptions { ordinal, capture, late: false, ..CudaOptions::default() }, limits)?;
                 let model = Model::load(&mut dev, &file, &config, &limits)?;
                 prompt_logits(&mut Runner::new(dev, model), &limits, ids, chunk, &mut each)?;
             }

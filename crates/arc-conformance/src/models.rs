@@ -170,7 +170,8 @@ impl Rig {
                 Ok::<_, LoadError>(Runner::new(dev, model))
             }),
             On::Gpu { ordinal, capture } => engine::spawn(set_up, limits, vocab, move || {
-                let mut dev = Cuda::new(CudaOptions { ordinal, capture, late: false }, limits)?;
+                let mut dev =
+                    Cuda::new(CudaOptions { ordinal, capture, late: false, ..CudaOptions::default() }, limits)?;
                 let script = match drafts {
                     Drafts::Script(_, tokens) => Some(dev.ids("script", &tokens)?),
                     _ => None,
@@ -423,7 +424,7 @@ fn replay(suite: &Suite, path: &Path) -> Verdict {
         let mut config = ModelConfig::read(&file)?;
         let drafts: &[u32] = if config.load_draft_block(&file) { &[1, 2, 3, 4] } else { &[] };
         let keys = Buckets::recorded(limits.rows as u32).keys(&limits, drafts);
-        let options = CudaOptions { ordinal: suite.ordinal(), capture: true, late: false };
+        let options = CudaOptions { ordinal: suite.ordinal(), late: false, ..CudaOptions::default() };
         let mut dev = Cuda::new(options, limits)?;
         let model = Model::load(&mut dev, &file, &config, &limits)?;
         let mut runner = Runner::new(dev, model);

@@ -189,7 +189,7 @@ pub fn rows(suite: &Suite, path: &Path) -> Verdict {
     let vocab = config.shape().vocab as u32;
     let buckets = Buckets::recorded(limits.rows as u32);
     let keys = buckets.keys(&limits, &[]);
-    let options = CudaOptions { ordinal: suite.ordinal(), capture: true, late: false };
+    let options = CudaOptions { ordinal: suite.ordinal(), late: false, ..CudaOptions::default() };
     let meddle = Arc::new(AtomicBool::new(false));
     let engine = engine::spawn(EngineConfig { buckets, ..EngineConfig::default() }, limits, vocab, {
         let meddles = meddle.clone();

@@ -94,7 +94,7 @@ impl Suite {
     pub fn gpu(&self, limits: Limits) -> DeviceResult<Cuda> {
         match &self.open {
             Some(gpu) => Ok(gpu.beside(limits)),
-            None => Cuda::new(CudaOptions { ordinal: self.ordinal, capture: false, late: true }, limits),
+            None => Cuda::new(CudaOptions { ordinal: self.ordinal, capture: false, ..CudaOptions::default() }, limits),
         }
     }
 

@@ -139,11 +139,15 @@ pub struct CudaOptions {
     pub capture: bool,
     /// Record a step that warm-up missed when it comes, which is told, instead of refusing it.
     pub late: bool,
+    /// Wait behind every launch, so that a fault names its kernel.
+    pub blame: bool,
+    /// For tests of faults: a sequence of this seed makes a kernel trap when it is admitted.
+    pub trap_seed: Option<u64>,
 }
 
 impl Default for CudaOptions {
     fn default() -> Self {
-        CudaOptions { ordinal: 0, capture: true, late: true }
+        CudaOptions { ordinal: 0, capture: true, late: true, blame: false, trap_seed: None }
     }
 }
 
@@ -183,11 +187,7 @@ pub struct Cuda {
     pub(crate) counters: Counters,
     memory: MemoryTable,
     current: Option<ThreadId>,
-    /// Launches are followed by a wait, so that an error names the kernel that caused it.
-    blame: bool,
     trace: Option<trace::Trace>,
-    /// For tests of faults: a sequence of this seed makes a kernel trap when it is admitted.
-    trap_seed: Option<u64>,
     /// Pinned memory of uploads, until `finish`.
     chute: Option<upload::Chute>,
     pub(crate) matmul: crate::ops::matmul::cuda::Workspace,
@@ -229,9 +229,7 @@ impl Cuda {
             counters: Counters::default(),
             memory: MemoryTable::default(),
             current: None,
-            blame: std::env::var_os("ARC_CUDA_BLAME").is_some(),
             trace: None,
-            trap_seed: std::env::var("ARC_CUDA_TRAP_SEED").ok().and_then(|seed| seed.parse().ok()),
             chute: None,
             matmul: crate::ops::matmul::cuda::Workspace::default(),
             kv: crate::ops::kv::cuda::Workspace::default(),
@@ -327,7 +325,7 @@ impl Cuda {
             trace.launch(kernel, grid, self.counters.weight_bytes);
         }
         self.driver.launch(kernel, grid, &mut pointers[..args.len()], overlap)?;
-        if self.blame {
+        if self.options.blame {
             self.counters.syncs += 1;
             self.driver.synchronize(kernel.name())?;
         }
@@ -627,7 +625,7 @@ impl Landing for Cuda {
         });
         self.state = Some(state);
         done?;
-        if self.trap_seed.is_some_and(|seed| delta.admit.iter().any(|init| init.sampling.seed == seed)) {
+        if self.options.trap_seed.is_some_and(|seed| delta.admit.iter().any(|init| init.sampling.seed == seed)) {
             self.inject_trap()?;
         }
         Ok(())

@@ -44,8 +44,6 @@ pub enum SampleOn {
 /// Mechanisms that can be switched off to see what they cost and that they change no token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Switches {
-    /// Record steps and replay them. The device's own affair: kept here to be shown beside the others.
-    pub capture: bool,
     /// Enqueue steps ahead of what has landed.
     pub device_loop: bool,
     /// Who draws.
@@ -54,7 +52,7 @@ pub struct Switches {
 
 impl Default for Switches {
     fn default() -> Self {
-        Switches { capture: true, device_loop: true, sample_on: SampleOn::Device }
+        Switches { device_loop: true, sample_on: SampleOn::Device }
     }
 }
 

@@ -91,11 +91,8 @@ fn run(seed: u64, seen: &mut Seen) {
         blocks: 6 + r.below(30) as usize,
         ring: 1 + r.below(16) as usize,
     };
-    let switches = Switches {
-        device_loop: !r.one_in(4),
-        sample_on: if r.one_in(8) { SampleOn::Host } else { SampleOn::Device },
-        ..Switches::default()
-    };
+    let switches =
+        Switches { device_loop: !r.one_in(4), sample_on: if r.one_in(8) { SampleOn::Host } else { SampleOn::Device } };
     let config = EngineConfig {
         queue: 40,
         burst: 1 + r.below(8) as usize,

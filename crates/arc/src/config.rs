@@ -138,6 +138,8 @@ settings! {
     capture: Switch = Switch::On, Kind::Choice(Switch::CHOICES);
     Engine: /// Before serving, compare every recorded step with the same step run eagerly, bit for bit; off: a few of one row
     verify_replay: Switch = Switch::Off, Kind::Choice(Switch::CHOICES);
+    Engine: /// Wait for the GPU behind every kernel, so that a fault names the one that it came in
+    blame: Switch = Switch::Off, Kind::Choice(Switch::CHOICES);
     Engine: /// Let the device run a burst of steps by itself
     device_loop: Switch = Switch::On, Kind::Choice(Switch::CHOICES);
     Engine: /// Where tokens are drawn

@@ -7,6 +7,8 @@ use room::Need;
 pub use room::NoRoom;
 
 use std::{
+    env,
+    ffi::OsString,
     path::{Path, PathBuf},
     sync::Arc,
     time::Instant,
@@ -98,6 +100,9 @@ pub enum OpenError {
     /// The device has no room for the model.
     #[error(transparent)]
     NoRoom(#[from] NoRoom),
+    /// The seed that tests make a kernel trap with.
+    #[error("{TRAP_SEED} is {0:?}, must be a seed")]
+    TrapSeed(String),
     /// The context that was asked for is more than the model has.
     #[error("context is {asked}, but the model was made for {model}")]
     Context {
@@ -278,7 +283,7 @@ pub fn load(described: &Described, config: &Config, limits: &Limits) -> Result<B
         }
         // Any number of rows is more than can be recorded.
         Device::Cuda => {
-            let options = CudaOptions { capture: false, ..cuda_options(config) };
+            let options = CudaOptions { capture: false, ..cuda_options(config)? };
             let gpu = Cuda::new(options, *limits).map_err(LoadError::from)?;
             need.fits(gpu.device_memory().0)?;
             Box::new(on(gpu, file, model, limits, false)?)
@@ -301,12 +306,51 @@ fn on<D: Steps + Alloc + Readback>(
     Ok(Runner::new(device, model))
 }
 
-fn cuda_options(config: &Config) -> CudaOptions {
-    CudaOptions { ordinal: config.gpu as usize, capture: config.capture.is_on(), late: true }
+fn cuda_options(config: &Config) -> Result<CudaOptions, OpenError> {
+    Ok(CudaOptions {
+        ordinal: config.gpu as usize,
+        capture: config.capture.is_on(),
+        late: true,
+        blame: config.blame.is_on(),
+        trap_seed: trap_seed(env::var_os(TRAP_SEED))?,
+    })
+}
+
+/// For tests of faults: a request of this seed ends the process.
+const TRAP_SEED: &str = "ARC_CUDA_TRAP_SEED";
+
+fn trap_seed(set: Option<OsString>) -> Result<Option<u64>, OpenError> {
+    let Some(text) = set else { return Ok(None) };
+    let text = text.to_string_lossy();
+    let seed = text.parse().map_err(|_| OpenError::TrapSeed(text.into_owned()))?;
+    tracing::warn!(seed, "{TRAP_SEED} is set: a request of this seed ends the process");
+    Ok(Some(seed))
+}
+
+/// Says which settings were changed and change nothing: nobody should compare a switch with itself.
+fn warn_of_idle(described: &Described, config: &Config) {
+    let (capture, verify) = (config.capture.is_on(), config.verify_replay.is_on());
+    let on_cpu = config.device == Device::Cpu;
+    for (name, changed, why) in [
+        ("gpu", on_cpu && config.gpu != 0, "the model runs on the CPU"),
+        ("capture", on_cpu && !capture, "the CPU records nothing"),
+        ("verify_replay", verify && (on_cpu || !capture), "nothing is recorded"),
+        ("blame", on_cpu && config.blame.is_on(), "the model runs on the CPU"),
+        (
+            "effort_profile",
+            config.effort_profile != EffortProfile::Auto && !matches!(described.config, ModelConfig::DeepseekV4(_)),
+            "only DeepSeek-V4 is asked for reasoning",
+        ),
+    ] {
+        if changed {
+            tracing::warn!("the setting `{name}` changes nothing: {why}");
+        }
+    }
 }
 
 /// Loads a described model and starts its engine, for tokens in and tokens out.
 pub fn start_engine(described: &Described, config: &Config, sizes: Sizes) -> Result<EngineHandle, OpenError> {
+    warn_of_idle(described, config);
     let limits = described.limits(config, sizes)?;
     let vocab = u32::try_from(described.config.shape().vocab).unwrap_or(u32::MAX);
     let (file, model, set_up) = (described.file.clone(), described.to_load(config), engine_config(config, &limits));
@@ -319,7 +363,7 @@ pub fn start_engine(described: &Described, config: &Config, sizes: Sizes) -> Res
             engine::spawn(set_up, limits, vocab, cpu)
         }
         Device::Cuda => {
-            let options = cuda_options(config);
+            let options = cuda_options(config)?;
             let mut keys = set_up.buckets.keys(&limits, &described.drafts(config));
             let (steps, verify_all) = (keys.len(), config.verify_replay.is_on());
             engine::spawn(set_up, limits, vocab, move || {
@@ -378,7 +422,6 @@ fn engine_config(config: &Config, limits: &Limits) -> EngineConfig {
             Device::Cuda => Buckets::recorded(limits.rows as u32),
         },
         switches: Switches {
-            capture: config.capture.is_on(),
             device_loop: config.device_loop.is_on(),
             sample_on: match config.sample_on {
                 SampleOn::Device => EngineSampleOn::Device,

@@ -329,6 +329,31 @@ fn inspect_describes_a_checkpoint_without_a_tokenizer() {
     refused(arc().arg("run").arg(&folder).arg("hi"), b"", 1, "no tokenizer.json in this folder", HEADER);
 }
 
+/// Nobody should compare a switch with itself.
+#[test]
+fn settings_that_change_nothing_say_so() {
+    let path = model(SMOLLM2);
+    let idle = [
+        (&["--gpu", "5"][..], "`gpu` changes nothing"),
+        (&["--capture", "off"], "`capture` changes nothing"),
+        (&["--verify-replay", "on"], "`verify_replay` changes nothing"),
+        (&["--blame", "on"], "`blame` changes nothing"),
+        (&["--effort-profile", "july"], "`effort_profile` changes nothing"),
+    ];
+    let all: Vec<&str> = idle.iter().flat_map(|(flags, _)| flags.iter().copied()).collect();
+    let run = |flags: &[&str]| {
+        let output = arc().arg("run").arg(&path).args(["--raw", "a", "-n", "1"]).args(flags).output();
+        let output = output.expect("the binary is built");
+        assert!(output.status.success());
+        String::from_utf8(output.stderr).expect("UTF-8")
+    };
+    let log = run(&all);
+    for (_, says) in idle {
+        assert!(log.contains(says), "{says} is not in {log}");
+    }
+    assert!(!run(&[]).contains("changes nothing"));
+}
+
 #[test]
 fn bench_and_eval_measure_through_the_engine() {
     let path = model(SMOLLM2);

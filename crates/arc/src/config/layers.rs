@@ -12,10 +12,9 @@ use super::{Config, SETTINGS, setting, suggestion};
 
 /// `ARC_*` names that are not settings: the configuration file, what the build and the CUDA device are told, and
 /// what tests need.
-const OTHER_ENV: [&str; 10] = [
+const OTHER_ENV: [&str; 9] = [
     "ARC_CONFIG",
     "ARC_CUDA_ARCHS",
-    "ARC_CUDA_BLAME",
     "ARC_CUDA_SANITIZE",
     "ARC_CUDA_TRACE",
     "ARC_CUDA_TRAP_SEED",
