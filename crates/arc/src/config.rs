@@ -151,8 +151,14 @@ settings! {
     host: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), Kind::Address;
     Server: /// Port to listen on; 0: any free one
     port: u32 = 8080, Kind::Int(0, 65_535);
-    Server: /// Name of the model in the API; auto: as given on the command line
+    Server: /// Name of the model in the API; auto: that of its file or folder
     served_name: String = "auto".to_owned(), Kind::Text;
+    Server: /// Name of the model's card on the Hugging Face hub, for the list of models; none: it has none
+    hugging_face_id: String = "none".to_owned(), Kind::Text;
+    Server: /// Dollars a prompt token, for the list of models
+    price_prompt: String = "0".to_owned(), Kind::Text;
+    Server: /// Dollars an output token, for the list of models
+    price_completion: String = "0".to_owned(), Kind::Text;
     Server: /// Largest request body in KiB
     body_limit_kib: u32 = 8192, Kind::Int(1, 1 << 20);
     Server: /// Connections that may be open; more wait
@@ -163,7 +169,7 @@ settings! {
     request_timeout_s: u32 = 600, Kind::Int(1, 86_400);
     Server: /// Seconds that running requests have to end after SIGTERM or SIGINT
     drain_s: u32 = 30, Kind::Int(0, 3600);
-    Server: /// Most choices (n) of one request, over all its prompts
+    Server: /// Most choices (n) of one request, over all its prompts; as many as the queue holds at most
     max_choices: u32 = 16, Kind::Int(1, 256);
 }
 

@@ -139,7 +139,9 @@ impl Bench {
                 name: "smollm2".to_owned(),
                 title: "SmolLM2".to_owned(),
                 created: 1,
-                quantization: "q4_1".to_owned(),
+                format: "q4_1".to_owned(),
+                hugging_face_id: None,
+                prices: ["0".to_owned(), "0".to_owned()],
                 parameters: 1,
             },
             http: HttpLimits {

@@ -76,6 +76,9 @@ fn metrics_tell_how_requests_ended_and_what_steps_cost() {
 #[test]
 fn a_full_server_says_when_to_come_back() {
     let server = Server::start(&model(SMOLLM2), &["--slots", "1", "--queue", "1", "--context", "4096"]);
+    // What can never be taken is no matter of time.
+    let (status, answer) = server.request("POST", "/v1/completions", r#"{"prompt": "a", "n": 2}"#);
+    assert!(status == 400 && answer.contains("from 1 to 1"), "{answer}");
     let running = server.send("POST", "/v1/completions", ENDLESS);
     server.wait_for("arc_requests_running", |n| n == 1.0);
     let waiting = server.send("POST", "/v1/completions", ENDLESS);

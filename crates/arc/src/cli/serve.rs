@@ -38,6 +38,8 @@ pub struct Args {
 pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     // The port first: a server that cannot listen need not load anything.
     let address = std::net::SocketAddr::new(config.host, u16::try_from(config.port).expect("the range ends at 65535"));
+    let price = |name, text| ServedModel::price(name, text).map_err(anyhow::Error::msg);
+    let prices = [price("price_prompt", &config.price_prompt)?, price("price_completion", &config.price_completion)?];
     let listener = std::net::TcpListener::bind(address).with_context(|| format!("cannot listen on {address}"))?;
     listener.set_nonblocking(true).context("cannot listen")?;
     let model = open_model(&args.model, config)?;
@@ -47,18 +49,24 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
         backend: Arc::new(running.engine),
         text: running.text,
         model: ServedModel {
-            name: if config.served_name == "auto" { args.model.clone() } else { config.served_name.clone() },
+            name: match config.served_name.as_str() {
+                "auto" => ServedModel::name_of(&args.model),
+                name => name.to_owned(),
+            },
             title: model.title(),
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
-            quantization: model.main_format(),
+            format: model.main_format(),
             parameters: model.parameters(),
+            hugging_face_id: Some(config.hugging_face_id.clone()).filter(|id| id != "none"),
+            prices,
         },
         http: HttpLimits {
             body_bytes: config.body_limit_kib as usize * 1024,
             connections: config.connections as usize,
             read_timeout_s: config.read_timeout_s,
             request_timeout_s: config.request_timeout_s,
-            max_choices: config.max_choices as usize,
+            // All of them wait at first.
+            max_choices: config.max_choices.min(config.queue) as usize,
             drain_s: config.drain_s,
         },
         metrics: Metrics::default(),

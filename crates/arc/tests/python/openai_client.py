@@ -47,7 +47,8 @@ def main(base):
     check(extra["context_length"] >= 2048, "context_length")
     for field in ["quantization", "pricing", "max_output_length", "input_modalities", "supported_sampling_parameters"]:
         check(field in extra, field)
-    check(extra["quantization"] == "q4_1", "quantization names the format")
+    check((extra["quantization"], extra["format"]) == ("int4", "q4_1"), "quantization is a marketplace's word")
+    check("structured_outputs" in extra["supported_features"], "features")
     refused(lambda: client.models.retrieve("gpt-4"), openai.NotFoundError, "another model")
 
     # Chat, whole.
