@@ -16,7 +16,7 @@ const ENDLESS: &str = r#"{"prompt": "1 2 3", "max_tokens": 4000, "ignore_eos": t
 
 #[test]
 fn the_openai_client_is_content() {
-    let server = Server::start(&model(SMOLLM2), &["--context", "4096"]);
+    let server = Server::start(&model(SMOLLM2), &["--context", "4096", "--served-name", "smollm2"]);
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/python/openai_client.py");
     let output = Command::new(python()).arg(script).arg(format!("http://{}", server.address)).output();
     let output = output.expect("python is installed");

@@ -69,7 +69,7 @@ impl Server {
         let mut child = arc()
             .arg("serve")
             .arg(model)
-            .args(["--port", "0", "--served-name", "smollm2"])
+            .args(["--port", "0"])
             .args(args)
             .stdin(Stdio::null())
             .stderr(Stdio::piped())

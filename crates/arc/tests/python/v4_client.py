@@ -1,0 +1,98 @@
+"""Drives a server of a tiny DeepSeek-V4 with random weights. Usage: v4_client.py http://HOST:PORT TOKENIZER.JSON
+
+Every check counts; the last line says how many there were.
+"""
+
+import concurrent.futures
+import json
+import sys
+
+import openai
+from openai import OpenAI
+
+checks = 0
+
+
+def check(condition, what):
+    global checks
+    checks += 1
+    if not condition:
+        raise SystemExit(f"FAILED: {what}")
+
+
+def main(base, tokenizer):
+    client = OpenAI(base_url=base + "/v1", api_key="none", max_retries=0, timeout=120)
+    with open(tokenizer) as file:
+        added = {t["content"]: t["id"] for t in json.load(file)["added_tokens"]}
+    end_think, end = added["</think>"], added["<｜end▁of▁sentence｜>"]
+    model = client.models.list().data[0]
+    check(model.id == "v4-tiny", f"named by its folder: {model.id}")
+    check({"tools", "reasoning", "structured_outputs"} <= set(model.model_extra["supported_features"]), "features")
+    check(model.model_extra["quantization"] == "bf16", "most of it are the tables of the vocabulary")
+    question = [{"role": "user", "content": "What is the weather in Graz?"}]
+
+    def ask(**more):
+        return client.chat.completions.create(**{"model": model.id, "messages": question, "max_tokens": 12, "seed": 1, **more})
+
+    # Without reasoning, and with it, whole and streamed.
+    plain = ask()
+    check(plain.choices[0].message.content and plain.usage.completion_tokens <= 12, "content")
+    check(ask().choices[0].message.content == plain.choices[0].message.content, "a seed repeats")
+    thinking = ask(reasoning_effort="high").choices[0].message
+    reasoned = thinking.model_extra.get("reasoning_content")
+    check(reasoned and not thinking.content, "all of it is reasoning")
+    chunks = list(ask(reasoning_effort="high", stream=True, stream_options={"include_usage": True}))
+    deltas = [c.choices[0].delta for c in chunks if c.choices]
+    check("".join(d.model_extra.get("reasoning_content") or "" for d in deltas) == reasoned, "reasoning streamed")
+    check(chunks[-1].usage.completion_tokens == 12, "usage in the last chunk")
+    # Reasoning that ends at once.
+    both = ask(reasoning_effort="high", logit_bias={str(end_think): 100}, max_tokens=1)
+    check(both.choices[0].finish_reason == "length", "cut behind the end of its reasoning")
+
+    # JSON of a schema, with and without reasoning before it.
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 10}, "warm": {"type": "boolean"}},
+        "required": ["city", "warm"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema}}
+    for effort in [{}, {"reasoning_effort": "low", "logit_bias": {str(end_think): 100}}]:
+        for seed in range(2):
+            answer = ask(response_format=form, max_tokens=300, seed=seed, **effort).choices[0]
+            weather = json.loads(answer.message.content)
+            check(list(weather) == ["city", "warm"] and isinstance(weather["warm"], bool), answer.message.content)
+            check(answer.finish_reason == "stop" and len(weather["city"]) <= 10, "the end of the schema is the end")
+
+    # Tools are told, and a conversation with calls is one.
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    told = ask(tools=[tool])
+    check(told.usage.prompt_tokens > plain.usage.prompt_tokens + 50, "tools are in the prompt")
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Graz"}'}}
+    history = [*question, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c1", "content": "12 C"}]
+    check(ask(messages=history, tools=[tool]).usage.completion_tokens > 0, "a result is answered")
+    try:
+        ask(tools=[tool], response_format=form)
+        check(False, "tools and a schema")
+    except openai.BadRequestError as e:
+        check(e.body["param"] == "response_format", "tools and a schema")
+
+    # Strangers of all lengths, side by side: each has the answer that it has alone.
+    def one(i):
+        messages = [{"role": "user", "content": "word " * (1 + 7 * i)}]
+        more = {"temperature": 0} if i % 3 == 0 else {"temperature": 1.2, "extra_body": {"top_k": 50}}
+        more |= {"reasoning_effort": "low"} if i % 4 == 1 else {}
+        message = ask(messages=messages, max_tokens=5 + 3 * i, seed=i, **more).choices[0].message
+        return message.content, message.model_extra.get("reasoning_content")
+
+    alone = [one(i) for i in range(12)]
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(one, range(12)))
+    for i, (a, b) in enumerate(zip(alone, together)):
+        check(a == b, f"request {i}: {a!r} alone, {b!r} among strangers")
+    ended = ask(logit_bias={str(end): 100})
+    check(ended.choices[0].finish_reason == "stop" and ended.usage.completion_tokens == 1, "its own end")
+    print(f"{checks} checks passed")
+
+
+main(*sys.argv[1:])
