@@ -260,6 +260,7 @@ async fn bad_chat_requests_are_400_and_name_the_field() {
         ),
         (with(r#""response_format": {"type": "json_schema", "schema": {}}"#), Some("response_format.schema")),
         (with(r#""response_format": {"type": "json_object"}, "ignore_eos": true"#), Some("ignore_eos")),
+        (with(r#""response_format": {"type": "json_object"}, "min_tokens": 9"#), Some("min_tokens")),
         (with(r#""response_format": "json_object""#), Some("response_format")),
         (with(r#""modalities": ["audio"]"#), Some("modalities")),
         (with(r#""store": true"#), Some("store")),

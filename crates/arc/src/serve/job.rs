@@ -103,8 +103,13 @@ pub fn chat(app: &App, body: &[u8]) -> Result<Job, ApiError> {
         let message = "an answer is JSON of response_format or may call tools: leave one of them out";
         return Err(ApiError::field("response_format", message));
     }
-    if schema.is_some() && shared.ignore_eos == Some(true) {
-        return Err(ApiError::field("ignore_eos", "what response_format describes has an end: leave ignore_eos out"));
+    for (param, asked) in
+        [("ignore_eos", shared.ignore_eos == Some(true)), ("min_tokens", shared.min_tokens.is_some_and(|n| n > 0))]
+    {
+        if schema.is_some() && asked {
+            let message = format!("what response_format describes ends where it ends: leave {param} out");
+            return Err(ApiError::field(param, message));
+        }
     }
     match (shared.max_tokens, request.max_completion_tokens) {
         (Some(a), Some(b)) if a != b => {
