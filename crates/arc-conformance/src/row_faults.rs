@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use arc_device::count::Counters;
 use arc_device::cuda::{Cuda, CudaOptions};
 use arc_device::error::{Fault, Result as DeviceResult};
-use arc_device::ops::sample::SamplerConfig;
+use arc_device::ops::sample::{Declined, SamplerConfig};
 use arc_device::step::{Landed, StepClocks, StepDelta, StepKey, TOKEN_OF_SLOT, row_flags};
 use arc_device::{DeviceLoop, Landing, StreamState};
 use arc_engine::engine::{self, EngineConfig, Health};
@@ -71,8 +71,8 @@ impl Landing for Meddler {
         self.runner.stage(&delta)
     }
 
-    fn can_finish(&self, sampling: &SamplerConfig) -> bool {
-        self.runner.can_finish(sampling)
+    fn declines(&self, sampling: &SamplerConfig) -> Option<Declined> {
+        self.runner.declines(sampling)
     }
 
     fn fetch_rows(&mut self, heads: &[u32]) -> DeviceResult<()> {

@@ -14,7 +14,7 @@ use crate::error::{DeviceError, Fault, Result};
 use crate::ops::matmul::MatrixSource;
 use crate::ops::matmul::cpu::Activations;
 use crate::ops::matmul::pack::PackedMatrix;
-use crate::ops::sample::SamplerConfig;
+use crate::ops::sample::{Declined, SamplerConfig};
 use crate::step::{Landed, Limits, Part, StepClocks, StepDelta, StepKey};
 use crate::{Alloc, Buffers, Element, Landing, MemoryClass, MemoryTable, ModelShape, Readback, Steps, StreamState};
 use buf::Aligned;
@@ -196,9 +196,9 @@ impl Landing for Cpu {
         Ok(())
     }
 
-    fn can_finish(&self, _sampling: &SamplerConfig) -> bool {
+    fn declines(&self, _sampling: &SamplerConfig) -> Option<Declined> {
         // The CPU's sampler is the complete one.
-        true
+        None
     }
 
     fn fetch_rows(&mut self, heads: &[u32]) -> Result<()> {

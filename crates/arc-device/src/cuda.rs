@@ -28,7 +28,7 @@ use crate::count::kv::{KvRead, KvReads};
 use crate::error::{DeviceError, Fault, Result};
 use crate::ops::matmul::MatrixSource;
 use crate::ops::matmul::cuda::CudaMatrix;
-use crate::ops::sample::SamplerConfig;
+use crate::ops::sample::{Declined, SamplerConfig};
 use crate::step::{CtxClass, Landed, Limits, Part, StepClocks, StepDelta, StepKey};
 use crate::{Alloc, Buffers, Element, Landing, MemoryClass, MemoryTable, ModelShape, Readback, Steps, StreamState};
 pub(crate) use driver::Grid;
@@ -631,8 +631,8 @@ impl Landing for Cuda {
         Ok(())
     }
 
-    fn can_finish(&self, sampling: &SamplerConfig) -> bool {
-        crate::ops::sample::cuda::can_finish(sampling, self.view().vocab())
+    fn declines(&self, sampling: &SamplerConfig) -> Option<Declined> {
+        crate::ops::sample::cuda::declines(sampling, self.view().vocab())
     }
 
     fn fetch_rows(&mut self, heads: &[u32]) -> Result<()> {

@@ -48,7 +48,7 @@ pub use crate::memory::{MemoryClass, MemoryTable};
 use crate::ops::glu::Activation;
 use crate::ops::kv::{AttentionConfig, Rope};
 use crate::ops::matmul::MatrixSource;
-use crate::ops::sample::SamplerConfig;
+use crate::ops::sample::{Declined, SamplerConfig};
 use crate::ops_v4::OpsV4;
 use crate::step::{Landed, StepClocks, StepDelta, StepKey};
 
@@ -340,9 +340,9 @@ pub trait Landing {
     /// Applies changes before the next enqueued step, after all that are in flight. Never waits.
     fn stage(&mut self, delta: &StepDelta) -> Result<()>;
 
-    /// Whether the device draws rows with these parameters itself. Rows of which it says no are drawn by the host, from
+    /// Why the device does not draw rows with these parameters itself. Rows that it declines are drawn by the host, from
     /// fetched logits, with the same token. Mirrors the device's own dispatch.
-    fn can_finish(&self, sampling: &SamplerConfig) -> bool;
+    fn declines(&self, sampling: &SamplerConfig) -> Option<Declined>;
 
     /// Copies the logits of head rows (numbered in table order) of the last step, which ran as
     /// [`step::Part::Forward`], for the host to sample.

@@ -13,7 +13,7 @@ use crate::error::{DeviceError, Fault, Result};
 use crate::ops::glu::Activation;
 use crate::ops::kv::AttentionConfig;
 use crate::ops::matmul::MatrixSource;
-use crate::ops::sample::SamplerConfig;
+use crate::ops::sample::{Declined, SamplerConfig};
 use crate::step::{Landed, Limits, StepClocks, StepDelta, StepKey};
 use crate::{
     Alloc, Buffers, Element, KvLayer, Landing, MemoryClass, MemoryTable, ModelShape, Norm, Ops, QkvConfig, Steps,
@@ -294,8 +294,8 @@ impl Landing for Trace {
         Ok(())
     }
 
-    fn can_finish(&self, _sampling: &SamplerConfig) -> bool {
-        true
+    fn declines(&self, _sampling: &SamplerConfig) -> Option<Declined> {
+        None
     }
 
     fn fetch_rows(&mut self, _heads: &[u32]) -> Result<()> {

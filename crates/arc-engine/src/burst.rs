@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use arc_device::count::Counters;
 use arc_device::error::{DeviceError, Fault};
-use arc_device::ops::sample::SamplerConfig;
+use arc_device::ops::sample::{Declined, SamplerConfig};
 use arc_device::step::{Landed, Part, StepClocks, StepDelta, StepKey};
 use arc_device::{DeviceLoop, StreamState};
 
@@ -139,8 +139,8 @@ impl<L: DeviceLoop> Burst<L> {
     }
 
     /// Whether the device draws rows with these parameters itself.
-    pub fn can_finish(&self, sampling: &SamplerConfig) -> bool {
-        self.dev.can_finish(sampling)
+    pub fn declines(&self, sampling: &SamplerConfig) -> Option<Declined> {
+        self.dev.declines(sampling)
     }
 
     /// The most drafts that a step can make for a slot.

@@ -4,7 +4,7 @@ mod verify;
 
 use arc_device::count::Counters;
 use arc_device::error::{Fault, Result};
-use arc_device::ops::sample::SamplerConfig;
+use arc_device::ops::sample::{Declined, SamplerConfig};
 use arc_device::step::{Landed, MAX_DRAFTS, StepClocks, StepDelta, StepKey};
 use arc_device::{DeviceLoop, Landing, Steps, StreamState};
 
@@ -69,8 +69,8 @@ impl<D: Steps> Landing for Runner<D> {
         self.dev.stage(delta)
     }
 
-    fn can_finish(&self, sampling: &SamplerConfig) -> bool {
-        self.dev.can_finish(sampling)
+    fn declines(&self, sampling: &SamplerConfig) -> Option<Declined> {
+        self.dev.declines(sampling)
     }
 
     fn fetch_rows(&mut self, heads: &[u32]) -> Result<()> {

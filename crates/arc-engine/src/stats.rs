@@ -4,6 +4,7 @@ pub mod histogram;
 pub mod split;
 
 use arc_device::count::Counters;
+use arc_device::ops::sample::Declined;
 
 use crate::request::FinishReason;
 use crate::stats::histogram::Histogram;
@@ -174,6 +175,8 @@ pub struct EngineStats {
     pub two_part_steps: u64,
     /// Rows drawn on the host.
     pub host_rows: u64,
+    /// Sequences whose rows the device declined to draw, by [`Declined`].
+    pub declined: [u64; Declined::ALL.len()],
     /// Bytes of KV cache that steps had to read.
     pub kv_bytes: u64,
     /// Everything that was counted.

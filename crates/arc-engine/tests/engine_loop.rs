@@ -442,6 +442,7 @@ fn only_the_rows_that_need_the_host_cross_to_it() {
             assert_eq!(answer.wait().ids(), expected(&p, 6));
         }
         assert_eq!(rig.engine.stats().host_rows, 6 * u64::from(mix.count_ones()), "mix {mix:b}");
+        assert_eq!(rig.engine.stats().declined, [mix.count_ones().into(), 0, 0], "mix {mix:b}");
     }
 }
 

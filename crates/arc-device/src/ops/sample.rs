@@ -234,6 +234,31 @@ impl RowFault {
     }
 }
 
+/// Why a device does not draw a row itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Declined {
+    /// It has no DRY.
+    Dry,
+    /// More tokens are biased than it has room for.
+    Bias,
+    /// The vocabulary is larger than it has room for.
+    Vocab,
+}
+
+impl Declined {
+    /// All of them, by their numbers.
+    pub const ALL: [Declined; 3] = [Declined::Dry, Declined::Bias, Declined::Vocab];
+
+    /// As metrics name it.
+    pub fn word(self) -> &'static str {
+        match self {
+            Declined::Dry => "dry",
+            Declined::Bias => "bias",
+            Declined::Vocab => "vocab",
+        }
+    }
+}
+
 /// What a row cost, counted. Temperature alone: 2 passes and nothing else; greedy: 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Work {

@@ -172,7 +172,11 @@ impl<L: DeviceLoop> EngineThread<L> {
             let Some(submission) = self.queue.pop_admissible(free_blocks) else { break };
             let request = submission.request.request();
             let (prompt, max_out): (Arc<[u32]>, _) = (request.prompt.as_slice().into(), submission.request.max_out());
-            let host = self.config.switches.sample_on == SampleOn::Host || !self.burst.can_finish(&request.sampling);
+            let declined = self.burst.declines(&request.sampling);
+            if let Some(why) = declined {
+                self.stats.declined[why as usize] += 1;
+            }
+            let host = self.config.switches.sample_on == SampleOn::Host || declined.is_some();
             let vocab = self.shared.limits.vocab;
             let draw = host.then(|| HostDraw::new(&request.sampling, &request.stop_ids, &prompt, max_out, vocab));
             let want = Want {

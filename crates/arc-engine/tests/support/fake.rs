@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use arc_device::count::{Counters, heap};
 use arc_device::error::{DeviceError, Fault, Result};
-use arc_device::ops::sample::SamplerConfig;
+use arc_device::ops::sample::{Declined, SamplerConfig};
 use arc_device::step::{
     BLOCK_TOKENS, Forced, Landed, Limits, Part, Row, SlotInit, StepClocks, StepDelta, StepKey, TOKEN_OF_SLOT,
     landed_flags, row_flags, slot_flags,
@@ -465,8 +465,8 @@ impl Landing for Fake {
         Ok(())
     }
 
-    fn can_finish(&self, sampling: &SamplerConfig) -> bool {
-        sampling.seed != HOST_SEED
+    fn declines(&self, sampling: &SamplerConfig) -> Option<Declined> {
+        (sampling.seed == HOST_SEED).then_some(Declined::Dry)
     }
 
     fn fetch_rows(&mut self, heads: &[u32]) -> Result<()> {

@@ -13,6 +13,7 @@ use std::{
 };
 
 use arc_device::count::Counters;
+use arc_device::ops::sample::Declined;
 use arc_engine::stats::{
     EngineStats,
     histogram::{BOUNDS_US, Histogram},
@@ -114,6 +115,14 @@ fn engine_lines(page: &mut Page, s: &EngineStats) {
     page.one("arc_rows_total", "counter", "Rows run, padding included", s.rows);
     page.one("arc_padding_rows_total", "counter", "Padding rows run", s.padding_rows);
     page.one("arc_host_rows_total", "counter", "Rows drawn on the host", s.host_rows);
+    page.family(
+        "arc_sampler_declined_total",
+        "counter",
+        "Sequences that the device's sampler left to the host, by reason",
+    );
+    for (why, n) in Declined::ALL.into_iter().zip(s.declined) {
+        page.line("arc_sampler_declined_total", &format!("{{reason=\"{}\"}}", why.word()), n);
+    }
     page.one("arc_two_part_steps_total", "counter", "Steps whose draw waited for the host", s.two_part_steps);
     page.one("arc_row_faults_total", "counter", "Sequences that ended with an error of their own", s.row_faults);
     let waited = "Most steps that were in flight when a request arrived";

@@ -1,7 +1,7 @@
 //! Sampling on the GPU.
 
-use super::SamplerConfig;
 use super::dry::DryTable;
+use super::{Declined, SamplerConfig};
 use crate::cuda::{Cuda, CudaBuf, Grid, MAX_BIAS, args, kernel};
 use crate::error::{DeviceError, Result};
 
@@ -24,11 +24,16 @@ const FEW_ROWS: usize = 8;
 /// The largest vocabulary that a cluster holds.
 pub(crate) const VOCAB_MAX: u32 = (SHARED_MAX - SHARED_BEFORE) / 4 / TILE * TILE * MAX_CLUSTER;
 
-/// Whether the device draws rows with these parameters itself. The kernel knows no DRY, a slot holds [`MAX_BIAS`] bias
+/// Why the device does not draw rows with these parameters itself. The kernel knows no DRY, a slot holds [`MAX_BIAS`] bias
 /// entries, and a cluster [`VOCAB_MAX`] logits; there is nothing else that it declines.
-pub(crate) fn can_finish(sampling: &SamplerConfig, vocab: u32) -> bool {
-    let dry = sampling.dry.as_ref().is_some_and(|dry| DryTable::new(dry).is_some());
-    !dry && sampling.bias.len() <= MAX_BIAS && vocab <= VOCAB_MAX
+pub(crate) fn declines(sampling: &SamplerConfig, vocab: u32) -> Option<Declined> {
+    if sampling.dry.as_ref().is_some_and(|dry| DryTable::new(dry).is_some()) {
+        Some(Declined::Dry)
+    } else if sampling.bias.len() > MAX_BIAS {
+        Some(Declined::Bias)
+    } else {
+        (vocab > VOCAB_MAX).then_some(Declined::Vocab)
+    }
 }
 
 /// Blocks of a row's cluster, and ids of each.
@@ -112,9 +117,14 @@ mod tests {
                             dry: dry.clone(),
                             ..SamplerConfig::default()
                         };
-                        let known = !matches!(d, 1 | 4) && bias <= 1024 && vocab <= VOCAB_MAX;
-                        assert_eq!(can_finish(&sampling, vocab), known, "{sampling:?} of {vocab}");
-                        *if known { &mut yes } else { &mut no } += 1;
+                        let why = match (d, bias, vocab) {
+                            (1 | 4, ..) => Some(Declined::Dry),
+                            (_, 1025.., _) => Some(Declined::Bias),
+                            (.., vocab) if vocab > VOCAB_MAX => Some(Declined::Vocab),
+                            _ => None,
+                        };
+                        assert_eq!(declines(&sampling, vocab), why, "{sampling:?} of {vocab}");
+                        *if why.is_none() { &mut yes } else { &mut no } += 1;
                     }
                 }
             }
