@@ -92,7 +92,7 @@ impl Default for EngineConfig {
             switches: Switches::default(),
             speculate: Speculate::Auto,
             mask_workers: 2,
-            mask_timeout_ms: 10_000,
+            mask_timeout_ms: 1_000,
             poll_limit: 30_000,
         }
     }

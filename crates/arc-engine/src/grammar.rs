@@ -17,8 +17,13 @@ pub trait TokenMask: Send {
 
 /// A grammar that cannot go on. Ends its own row with `error` and nothing else.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("grammar: {0}")]
+#[error("{before}{0}", before = MaskError::BEFORE)]
 pub struct MaskError(pub String);
+
+impl MaskError {
+    /// What its words begin with where they end a request.
+    pub const BEFORE: &str = "grammar: ";
+}
 
 /// A matcher with the mask that it wrote last.
 pub(crate) struct Matcher {

@@ -51,7 +51,7 @@ pub struct StepRecord {
     pub plan_us: f64,
     /// Handing it to the device; on a device that runs a step where it is enqueued, the step itself too.
     pub enqueue_us: f64,
-    /// Device time from the step's start to its logits.
+    /// Device time from the step's start to its logits; of rows with a grammar, to their masks where these come later.
     pub fwd_us: f64,
     /// Device time from the logits to the commit, which is drawing, the host's too, and drafting.
     pub sample_us: f64,

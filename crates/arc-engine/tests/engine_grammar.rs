@@ -67,7 +67,11 @@ fn a_grammar_that_fails_ends_its_own_row_with_its_reason() {
         (Classes { dead_end_after: Some(4), ..Classes::default() }, 4, "grammar: dead end"),
         (Classes { empty_after: Some(3), ..Classes::default() }, 3, "every token is masked: nothing can be drawn"),
         (Classes { panic_after: Some(5), ..Classes::default() }, 5, "grammar: the matcher panicked"),
-        (Classes { takes: Duration::from_millis(900), ..Classes::default() }, 0, "grammar: no mask within 500 ms"),
+        (
+            Classes { takes: Duration::from_millis(900), ..Classes::default() },
+            0,
+            "no mask of the grammar within 500 ms",
+        ),
     ];
     for script in [Script::default(), slow()] {
         for (grammar, n, message) in cases.clone() {

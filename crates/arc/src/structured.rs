@@ -1,12 +1,13 @@
 //! Structured outputs: answers that are JSON of a schema, by masks of the tokens that may come next.
 //!
 //! The grammar is `llguidance`'s. Schemas are a stranger's: they are compiled on a deep stack of their own within a deadline (chains
-//! of `$ref` nest as deep as they are long), under the library's limits on work and size, and the first mask is made before a
-//! request is taken. Nothing is fetched. Keys come in the order of `properties`; in strings a printable character is itself and no
-//! `\u` escape; between tokens of JSON stand at most 40 blanks, so that an answer cannot be white space for ever.
+//! of `$ref` nest as deep as they are long), under the library's limits on work and size and [`check`]'s on what these do not see, and
+//! the first mask is made before a request is taken. Nothing is fetched. Keys come in the order of `properties`; `oneOf` is taken as
+//! `anyOf`; in strings a printable character is itself and no `\u` escape; between tokens of JSON stand at most 40 blanks, so that an
+//! answer cannot be white space for ever.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use arc_engine::grammar::{MaskError, TokenMask};
@@ -23,12 +24,23 @@ pub const MAX_SCHEMA_BYTES: usize = 128 << 10;
 /// Bytes of schemas that are in use at once. One of 37 kB can make a grammar of 17 MB.
 pub const MAX_SCHEMA_BYTES_IN_USE: usize = 1 << 20;
 
-/// Time to compile one: a schema of the largest size takes a second, and the first of a server indexes the vocabulary too, which
-/// takes two.
-const DEADLINE: Duration = Duration::from_secs(10);
+/// Longest regular expression, in bytes: the work for a mask grows with it, and everybody waits for a mask.
+const MAX_PATTERN_BYTES: usize = 512;
+
+/// Largest common multiple of all `multipleOf`, without powers of ten. A grammar has a state for each remainder.
+const MAX_MULTIPLE: u64 = 10_000;
+
+/// Time to compile a schema. One that takes longer has a thread that cannot be stopped.
+const DEADLINE: Duration = Duration::from_secs(2);
+
+/// Time to index a vocabulary, with the first schema: 1.5 s where nothing else runs.
+const INDEX_DEADLINE: Duration = Duration::from_secs(60);
 
 /// Compilers that may be late before no more schemas are taken.
-const MAX_LATE: usize = 4;
+const MAX_LATE: usize = 2;
+
+/// Longest message about a schema, in characters.
+const MAX_WORDS: usize = 300;
 
 /// First byte of the texts of control tokens, which no grammar reaches.
 const CONTROL: u8 = TokTrie::SPECIAL_TOKEN_MARKER;
@@ -105,34 +117,116 @@ impl Grammars {
         }
         let in_use = InUse::new(schema.len(), &self.in_use)?;
         let mut schema: Value = serde_json::from_str(schema).map_err(|e| SchemaError::Refused(e.to_string()))?;
-        match &mut schema {
-            Value::Object(fields) => {
-                fields.insert("x-guidance".into(), json!({"whitespace_pattern": "[ \\t\\n]{0,40}"}));
-            }
-            Value::Bool(true) => schema = json!({"x-guidance": {"whitespace_pattern": "[ \\t\\n]{0,40}"}}),
-            _ => return Err(SchemaError::Refused("a schema is an object".to_owned())),
+        check(&schema)?;
+        if schema == Value::Bool(true) {
+            schema = json!({});
         }
-        let (tokenizer, factory) = (self.tokenizer.clone(), self.factory.clone());
-        let compiled = self.threads.run(DEADLINE, move || {
-            let factory = factory.get_or_init(|| self::factory(&tokenizer, vocab)).as_ref().map_err(Clone::clone)?;
+        let fields = schema.as_object_mut().ok_or_else(|| SchemaError::Refused("a schema is an object".to_owned()))?;
+        fields.insert("x-guidance".into(), json!({"whitespace_pattern": "[ \\t\\n]{0,40}", "coerce_one_of": true}));
+        if self.factory.get().is_none() {
+            let (tokenizer, factory) = (self.tokenizer.clone(), self.factory.clone());
+            let index = move || {
+                factory.get_or_init(|| self::factory(&tokenizer, vocab));
+            };
+            self.threads.run(INDEX_DEADLINE, index)?;
+        }
+        let factory = self.factory.clone();
+        self.threads.run(DEADLINE, move || {
+            let factory = factory.get().expect("made before").as_ref().map_err(|e| SchemaError::Failed(e.clone()))?;
             let parser = factory.create_parser(TopLevelGrammar::from_json_schema(schema));
             let matcher = Matcher::new(parser.map_err(|e| e.to_string()).map_err(anyhow::Error::msg));
             if let Some(error) = matcher.get_error() {
-                // Without what only its authors can read.
-                return Err(error.replace("<non-verbose/>", "").trim().to_owned());
+                return Err(refusal(&error));
             }
             // That nothing satisfies a schema may show with the first mask only.
             match matcher.deep_clone().compute_mask() {
-                Ok(first) if !first.is_zero() => Ok(Grammar { matcher, in_use }),
-                _ => Err("nothing satisfies the schema, or it takes too much work to find what does".to_owned()),
+                Ok(first) if !first.is_zero() => {
+                    let stops = self::stops(factory);
+                    Ok(Grammar {
+                        compiled: Arc::new(Compiled { matcher: Mutex::new(matcher), stops, _in_use: in_use }),
+                    })
+                }
+                _ => {
+                    let why = "nothing satisfies the schema, or it takes too much work to find what does";
+                    Err(SchemaError::Refused(why.to_owned()))
+                }
             }
-        });
-        match compiled {
-            Ok(compiled) => compiled.map_err(SchemaError::Refused),
-            Err(DeepStackError::Late) => Err(SchemaError::TooSlow),
-            Err(error) => Err(SchemaError::Failed(error.to_string())),
+        })?
+    }
+}
+
+impl From<DeepStackError> for SchemaError {
+    fn from(error: DeepStackError) -> SchemaError {
+        match error {
+            DeepStackError::Late => SchemaError::TooSlow,
+            DeepStackError::Full => SchemaError::Busy,
+            DeepStackError::Panicked | DeepStackError::Thread(_) => SchemaError::Failed(error.to_string()),
         }
     }
+}
+
+/// What the library's limits on work do not see.
+fn check(schema: &Value) -> Result<(), SchemaError> {
+    fn walk(value: &Value, multiple: &mut u64) -> Result<(), String> {
+        match value {
+            Value::Array(items) => items.iter().try_for_each(|item| walk(item, multiple)),
+            Value::Object(fields) => fields.iter().try_for_each(|(name, value)| {
+                let patterns = match (name.as_str(), value) {
+                    ("pattern", Value::String(pattern)) => pattern.len(),
+                    ("patternProperties", Value::Object(of)) => of.keys().map(String::len).max().unwrap_or(0),
+                    _ => 0,
+                };
+                if patterns > MAX_PATTERN_BYTES {
+                    return Err(format!("a pattern has {patterns} bytes, at most {MAX_PATTERN_BYTES} are supported"));
+                }
+                if let ("multipleOf", Value::Number(of)) = (name.as_str(), value) {
+                    let digits = coefficient(&of.to_string()).filter(|&digits| digits > 0);
+                    let common = digits.and_then(|digits| (*multiple / gcd(*multiple, digits)).checked_mul(digits));
+                    *multiple = common.filter(|&common| common <= MAX_MULTIPLE).ok_or_else(|| {
+                        format!(
+                            "multipleOf {of} has too many multiples: at most {MAX_MULTIPLE} in common are supported"
+                        )
+                    })?;
+                }
+                walk(value, multiple)
+            }),
+            _ => Ok(()),
+        }
+    }
+    walk(schema, &mut 1).map_err(SchemaError::Refused)
+}
+
+/// The digits of a number without its point and its power of ten; `None` if they are too many.
+fn coefficient(number: &str) -> Option<u64> {
+    let mantissa = number.split(['e', 'E']).next().unwrap_or(number);
+    let digits: String = mantissa.chars().filter(char::is_ascii_digit).collect();
+    digits.trim_end_matches('0').trim_start_matches('0').parse().ok()
+}
+
+fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// What the library says of a schema, in words for who wrote it. Its own failures are nobody's to read but ours.
+fn refusal(error: &str) -> SchemaError {
+    if error.starts_with("panic") || error.contains("<backtrace>") {
+        tracing::warn!(error, "a schema made the compiler panic");
+        return SchemaError::Failed("it panicked".to_owned());
+    }
+    SchemaError::Refused(words(error))
+}
+
+/// The first of its words, without marks that only its authors can read.
+fn words(error: &str) -> String {
+    let error = error.split("<backtrace>").next().unwrap_or(error).replace("<non-verbose/>", "");
+    let error = error.trim();
+    let short: String = error.chars().take(MAX_WORDS).collect();
+    if short.len() < error.len() { format!("{short}...") } else { short }
+}
+
+/// Tokens that end an answer.
+fn stops(factory: &ParserFactory) -> Vec<u32> {
+    factory.tok_env().tok_trie().eos_tokens().to_vec()
 }
 
 /// An index of the vocabulary, and the limits of a grammar.
@@ -155,10 +249,16 @@ fn factory(tokenizer: &Tokenizer, vocab: u32) -> Result<ParserFactory, String> {
     Ok(factory)
 }
 
-/// A compiled schema. Each sequence has a mask of its own.
+/// A compiled schema. Each sequence has a mask of its own, which is made when it is first asked: those that wait take no memory.
+#[derive(Clone)]
 pub struct Grammar {
-    matcher: Matcher,
-    in_use: Arc<InUse>,
+    compiled: Arc<Compiled>,
+}
+
+struct Compiled {
+    matcher: Mutex<Matcher>,
+    stops: Vec<u32>,
+    _in_use: Arc<InUse>,
 }
 
 impl std::fmt::Debug for Grammar {
@@ -168,37 +268,50 @@ impl std::fmt::Debug for Grammar {
 }
 
 impl Grammar {
-    /// A mask for one sequence. `behind`: the token that ends its reasoning, before which it may say anything.
+    /// A mask for one sequence. `behind`: the token that ends its reasoning, before which it may say anything but its end.
     pub fn mask(&self, behind: Option<u32>) -> Box<dyn TokenMask> {
-        Box::new(Mask { matcher: self.matcher.deep_clone(), behind, _in_use: self.in_use.clone() })
+        Box::new(Mask { compiled: self.compiled.clone(), own: None, behind })
     }
 }
 
 struct Mask {
-    matcher: Matcher,
+    compiled: Arc<Compiled>,
+    own: Option<Matcher>,
     behind: Option<u32>,
-    _in_use: Arc<InUse>,
+}
+
+impl Mask {
+    fn matcher(&mut self) -> &mut Matcher {
+        self.own
+            .get_or_insert_with(|| self.compiled.matcher.lock().unwrap_or_else(PoisonError::into_inner).deep_clone())
+    }
+}
+
+fn mask_error(error: anyhow::Error) -> MaskError {
+    MaskError(words(&error.to_string()))
 }
 
 impl TokenMask for Mask {
     fn accept(&mut self, token: u32) -> Result<(), MaskError> {
-        match self.behind {
-            Some(end) => {
-                self.behind = Some(end).filter(|&end| end != token);
-                Ok(())
-            }
-            // What ends the answer comes behind the end of the grammar.
-            None if self.matcher.is_stopped() => Ok(()),
-            None => self.matcher.consume_token(token).map_err(|e| MaskError(e.to_string())),
+        if let Some(end) = self.behind {
+            self.behind = Some(end).filter(|&end| end != token);
+            return Ok(());
         }
+        let matcher = self.matcher();
+        // What ends the answer comes behind the end of the grammar.
+        if matcher.is_stopped() { Ok(()) } else { matcher.consume_token(token).map_err(mask_error) }
     }
 
     fn mask(&mut self, out: &mut [u32]) -> Result<(), MaskError> {
         if self.behind.is_some() {
             out.fill(u32::MAX);
+            // An answer comes behind the reasoning.
+            for &stop in &self.compiled.stops {
+                out[stop as usize / 32] &= !(1 << (stop % 32));
+            }
             return Ok(());
         }
-        let mask = self.matcher.compute_mask_or_eos().map_err(|e| MaskError(e.to_string()))?;
+        let mask = self.matcher().compute_mask_or_eos().map_err(mask_error)?;
         let bits = mask.as_slice();
         out.fill(0);
         let n = out.len().min(bits.len());

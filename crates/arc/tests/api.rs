@@ -26,6 +26,7 @@ use arc::{
 };
 use arc_engine::{
     engine::{RequestId, SubmitError},
+    grammar::MaskError,
     request::{Event, EventSink, FinishReason, Finished, Request, RequestLimits, TokenEvent, ValidRequest},
     stats::EngineStats,
 };
@@ -450,6 +451,14 @@ async fn a_sequence_that_fails_is_a_500_or_an_error_in_its_stream() {
         assert_eq!(last["choices"][0]["finish_reason"], "error");
         assert!(!stream.contains("[DONE]"));
     }
+    // Where a schema leads to is its author's affair.
+    let bench = Bench::with("half an answer", FinishReason::Error, |script| {
+        let Some(Event::Finished(finished)) = script.events.last_mut() else { panic!("no end") };
+        finished.error = Some(MaskError("too much work".to_owned()).to_string());
+    });
+    let (status, answer) = bench.post(CHAT, r#"{"messages": [{"role": "user", "content": "a"}]}"#).await;
+    assert_eq!((status, &answer["error"]["param"]), (StatusCode::BAD_REQUEST, &json!("response_format")));
+    assert_eq!(answer["error"]["message"], "response_format: too much work");
 }
 
 #[tokio::test]

@@ -90,7 +90,9 @@ fn reasoning_comes_first_and_is_free() {
     let end = tokenizer.encode("#", arc::text::Special::Text)[0];
     let mut mask = grammar.mask(Some(end));
     for id in [5, 900, 40_000] {
-        assert_eq!(allowed(&mut *mask).len(), VOCAB as usize);
+        let free = allowed(&mut *mask);
+        assert_eq!(free.len(), VOCAB as usize - tokenizer.stop_ids().len(), "anything but the end");
+        assert!(!free.contains(&tokenizer.stop_ids()[0]));
         mask.accept(id).expect("anything goes");
     }
     mask.accept(end).expect("its end");
@@ -101,7 +103,20 @@ fn reasoning_comes_first_and_is_free() {
 #[test]
 fn hostile_schemas_are_refused_or_bounded() {
     let grammars = Grammars::new(tokenizer());
-    let refused: [(String, &str); 9] = [
+    let panics = json!({"allOf": (0..11).map(|i| json!({"anyOf": [
+        {"type": "object", "properties": {format!("a{i}"): {"type": "string"}}, "required": [format!("a{i}")]},
+        {"type": "object", "properties": {format!("b{i}"): {"type": "string"}}, "required": [format!("b{i}")]},
+    ]})).collect::<Vec<_>>()});
+    match grammars.compile(&panics.to_string(), VOCAB) {
+        Ok(_) => {}
+        Err(error) => assert!(error.to_string().len() < 400 && !error.to_string().contains(".rs"), "{error}"),
+    }
+    let multiple = |of: Value| json!({"type": "integer", "multipleOf": of}).to_string();
+    let refused: [(String, &str); 13] = [
+        (multiple(json!(99_999_989)), "multipleOf 99999989"),
+        (multiple(json!(0.123_456_789)), "multipleOf"),
+        (json!({"allOf": [{"multipleOf": 9973}, {"type": "integer", "multipleOf": 9967}]}).to_string(), "multipleOf"),
+        (json!({"pattern": "a?b?".repeat(200)}).to_string(), "800 bytes"),
         ("{".into(), "EOF"),
         ("[]".into(), "object"),
         ("false".into(), "object"),
@@ -140,6 +155,20 @@ fn hostile_schemas_are_refused_or_bounded() {
         // Taken or refused: no process dies, and it comes back.
         let _ = grammars.compile(&schema, VOCAB);
         assert!(began.elapsed() < Duration::from_secs(20), "{}...", &schema[..60]);
+    }
+    // One that is late on a busy machine ends.
+    let began = Instant::now();
+    while matches!(grammars.compile("{}", VOCAB), Err(SchemaError::Busy)) {
+        assert!(began.elapsed() < Duration::from_secs(60), "compilers that do not end");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    for schema in [
+        multiple(json!(0.01)),
+        multiple(json!(250)),
+        multiple(json!(1e9)),
+        json!({"oneOf": [{"const": 1}, {"const": 2}]}).to_string(),
+    ] {
+        assert!(grammars.compile(&schema, VOCAB).is_ok(), "{schema}");
     }
     assert!(grammars.compile("{}", VOCAB).is_ok(), "the next is as good as ever");
 }

@@ -158,6 +158,7 @@ fn bench_makes_room_for_what_it_measures_or_says_why_not() {
         (&["--depth", "1048576"], "but the context is 1048576: lower --pp"),
         (&["--ab", "burts=2"], "--ab: there is no setting `burts`; did you mean `burst`?"),
         (&["--ab", "burst=8"], "--ab burst=8: that is how it is already"),
+        (&["--ab", "port=9"], "--ab: `port` changes nothing of an engine"),
         (&["--temp", "-1"], "temperature"),
     ];
     for (args, why) in cases {

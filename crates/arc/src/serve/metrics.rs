@@ -124,6 +124,8 @@ fn engine_lines(page: &mut Page, s: &EngineStats) {
         page.line("arc_sampler_declined_total", &format!("{{reason=\"{}\"}}", why.word()), n);
     }
     page.one("arc_two_part_steps_total", "counter", "Steps whose draw waited for the host", s.two_part_steps);
+    let waited = "Seconds that steps waited for masks of grammars";
+    page.one("arc_mask_wait_seconds_total", "counter", waited, s.mask_wait_us / 1e6);
     page.one("arc_row_faults_total", "counter", "Sequences that ended with an error of their own", s.row_faults);
     let waited = "Most steps that were in flight when a request arrived";
     page.one("arc_arrival_steps_max", "gauge", waited, s.arrival_steps_max);

@@ -4,6 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use arc_engine::{
     engine::RequestId,
+    grammar::MaskError,
     request::{Event, EventSink, FinishReason, TokenEvent},
 };
 use tokio::{
@@ -145,9 +146,12 @@ impl Run {
                         return Err(ApiError::unavailable("the request was cancelled by the server"));
                     }
                     FinishReason::Error => {
-                        return Err(ApiError::failed(
-                            finished.error.unwrap_or_else(|| "the sequence failed".to_owned()),
-                        ));
+                        let error = finished.error.unwrap_or_else(|| "the sequence failed".to_owned());
+                        // The client's schema is at fault, not the server.
+                        return Err(match error.strip_prefix(MaskError::BEFORE) {
+                            Some(why) => ApiError::field("response_format", format!("response_format: {why}")),
+                            None => ApiError::failed(error),
+                        });
                     }
                 };
                 let piece = running.answer.finish();

@@ -13,9 +13,12 @@ const STACK_BYTES: usize = 256 << 20;
 /// Why work gave no result.
 #[derive(Debug, thiserror::Error)]
 pub enum DeepStackError {
-    /// It did not end in time, or too many before it did not. A thread cannot be stopped.
+    /// It did not end in time. A thread cannot be stopped.
     #[error("it does not end")]
     Late,
+    /// It was not begun, since too many before it still run past their time.
+    #[error("too much before it does not end")]
+    Full,
     /// It panicked.
     #[error("it panicked")]
     Panicked,
@@ -46,7 +49,7 @@ impl DeepStacks {
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, DeepStackError> {
         if self.late.load(Ordering::Relaxed) >= self.max_late {
-            return Err(DeepStackError::Late);
+            return Err(DeepStackError::Full);
         }
         // Whoever comes second, the thread at its end or the caller who gave it up, sees that the other has been here.
         struct Ends {

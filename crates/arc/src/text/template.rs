@@ -109,7 +109,7 @@ pub enum TemplateError {
 impl From<DeepStackError> for TemplateError {
     fn from(error: DeepStackError) -> TemplateError {
         match error {
-            DeepStackError::Late => TemplateError::Stuck,
+            DeepStackError::Late | DeepStackError::Full => TemplateError::Stuck,
             DeepStackError::Panicked => TemplateError::Panicked,
             DeepStackError::Thread(error) => TemplateError::Thread(error),
         }

@@ -13,7 +13,7 @@ use std::{
 
 use anyhow::{Result, anyhow, bail};
 use arc::{
-    config::Config,
+    config::{Config, Scope, setting},
     open::{Described, OpenError},
 };
 use serde_json::{Value, json};
@@ -135,6 +135,10 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
     let mut other = config.clone();
     for assignment in &args.ab {
         other = other.with(assignment).map_err(|why| anyhow!("--ab: {why}"))?;
+        let name = assignment.split('=').next().unwrap_or_default().trim().replace('-', "_");
+        if setting(&name).is_none_or(|s| s.scope != Scope::Engine) {
+            bail!("--ab: `{name}` changes nothing of an engine");
+        }
     }
     if other == *config {
         bail!("--ab {}: that is how it is already", args.ab.join(" --ab "));
