@@ -84,10 +84,10 @@ struct InUse {
 }
 
 impl InUse {
-    fn new(bytes: usize, of: &Arc<AtomicUsize>) -> Result<Arc<InUse>, SchemaError> {
+    fn new(bytes: usize, of: &Arc<AtomicUsize>) -> Result<InUse, SchemaError> {
         let room = |used: usize| Some(used + bytes).filter(|&used| used <= MAX_SCHEMA_BYTES_IN_USE);
         of.fetch_update(Ordering::Relaxed, Ordering::Relaxed, room).map_err(|_| SchemaError::Busy)?;
-        Ok(Arc::new(InUse { bytes, of: of.clone() }))
+        Ok(InUse { bytes, of: of.clone() })
     }
 }
 
@@ -250,7 +250,6 @@ fn factory(tokenizer: &Tokenizer, vocab: u32) -> Result<ParserFactory, String> {
 }
 
 /// A compiled schema. Each sequence has a mask of its own, which is made when it is first asked: those that wait take no memory.
-#[derive(Clone)]
 pub struct Grammar {
     compiled: Arc<Compiled>,
 }
@@ -258,7 +257,7 @@ pub struct Grammar {
 struct Compiled {
     matcher: Mutex<Matcher>,
     stops: Vec<u32>,
-    _in_use: Arc<InUse>,
+    _in_use: InUse,
 }
 
 impl std::fmt::Debug for Grammar {
