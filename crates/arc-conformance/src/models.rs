@@ -398,9 +398,10 @@ fn flat(suite: &Suite, path: &Path) -> Verdict {
         }
     }
     let steps = rig.engine.last_steps(64);
-    let mut decode = steps.iter().filter(|step| step.rows == 1 && step.tokens == 1 && step.h2d_copies == 0);
+    let mut decode = steps.iter().filter(|step| step.rows == 1 && step.tokens == 1 && step.counted.h2d_copies == 0);
     let plain = |s: &&arc_engine::stats::StepRecord| {
-        (s.launches, s.graph_launches, s.allocs, s.frees, s.syncs, s.d2h_copies) == (0, 1, 0, 0, 0, 0)
+        let c = s.counted;
+        (c.launches, c.graph_launches, c.allocs, c.frees, c.syncs, c.d2h_copies) == (0, 1, 0, 0, 0, 0)
     };
     let n = decode.clone().count();
     match decode.find(|step| !plain(step)) {

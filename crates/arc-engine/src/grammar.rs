@@ -17,13 +17,8 @@ pub trait TokenMask: Send {
 
 /// A grammar that cannot go on. Ends its own row with `error` and nothing else.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{before}{0}", before = MaskError::BEFORE)]
+#[error("grammar: {0}")]
 pub struct MaskError(pub String);
-
-impl MaskError {
-    /// What its words begin with where they end a request.
-    pub const BEFORE: &str = "grammar: ";
-}
 
 /// A matcher with the mask that it wrote last.
 pub(crate) struct Matcher {

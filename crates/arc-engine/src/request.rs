@@ -283,6 +283,8 @@ pub enum FinishReason {
     Length,
     /// The caller went away or asked.
     Cancelled,
+    /// Its grammar cannot go on, which is its caller's affair; see [`Finished::error`].
+    Grammar,
     /// A row fault or a device fault; see [`Finished::error`].
     Error,
 }

@@ -25,28 +25,9 @@ pub struct StepRecord {
     pub drafted: u32,
     /// Those of them that were emitted.
     pub accepted: u32,
-    /// Stages dispatched, or kernels launched outside graphs.
-    pub launches: u64,
-    /// Steps recorded, since warm-up missed this one's key.
-    pub graphs: u64,
-    /// Recorded steps replayed.
-    pub graph_launches: u64,
-    /// Kernels of the recorded steps.
-    pub graph_kernels: u64,
-    /// Device buffers allocated.
-    pub allocs: u64,
-    /// Device buffers freed.
-    pub frees: u64,
-    /// Blocking waits.
-    pub syncs: u64,
-    /// Copies to the device.
-    pub h2d_copies: u64,
-    /// Bytes copied to the device.
-    pub h2d_bytes: u64,
-    /// Copies from the device.
-    pub d2h_copies: u64,
-    /// Bytes copied from the device.
-    pub d2h_bytes: u64,
+    /// What was launched, replayed, allocated, copied and waited for, and the bytes of weights that it had to read. A step that
+    /// warm-up missed is recorded here.
+    pub counted: Counters,
     /// Deciding what runs.
     pub plan_us: f64,
     /// Handing it to the device; on a device that runs a step where it is enqueued, the step itself too.
@@ -63,37 +44,8 @@ pub struct StepRecord {
     pub drain_us: f64,
     /// Waiting for grammar masks, an upper bound of what the device waited.
     pub mask_wait_us: f64,
-    /// Bytes of weights that the step had to read.
-    pub weight_bytes: u64,
     /// Bytes of KV cache that the step had to read, as its device found when it ran.
     pub kv_bytes: u64,
-}
-
-impl StepRecord {
-    /// Takes over what was counted for the step.
-    pub fn count(&mut self, c: Counters) {
-        // Whole, so that none is forgotten.
-        let Counters {
-            launches,
-            graphs,
-            graph_launches,
-            graph_kernels,
-            allocs,
-            frees,
-            syncs,
-            h2d_copies,
-            h2d_bytes,
-            d2h_copies,
-            d2h_bytes,
-            weight_bytes,
-        } = c;
-        (self.launches, self.graphs) = (launches, graphs);
-        (self.graph_launches, self.graph_kernels) = (graph_launches, graph_kernels);
-        (self.allocs, self.frees, self.syncs) = (allocs, frees, syncs);
-        (self.h2d_copies, self.h2d_bytes) = (h2d_copies, h2d_bytes);
-        (self.d2h_copies, self.d2h_bytes) = (d2h_copies, d2h_bytes);
-        self.weight_bytes = weight_bytes;
-    }
 }
 
 /// Requests by how they ended.
@@ -105,7 +57,7 @@ pub struct FinishedCounts {
     pub length: u64,
     /// By their caller.
     pub cancelled: u64,
-    /// By a fault.
+    /// By a fault, or a grammar that could not go on.
     pub error: u64,
 }
 
@@ -115,7 +67,7 @@ impl FinishedCounts {
             FinishReason::Stop => self.stop += 1,
             FinishReason::Length => self.length += 1,
             FinishReason::Cancelled => self.cancelled += 1,
-            FinishReason::Error => self.error += 1,
+            FinishReason::Grammar | FinishReason::Error => self.error += 1,
         }
     }
 

@@ -127,9 +127,9 @@ fn a_decode_step_allocates_copies_and_waits_for_nothing() {
     assert!(steady.len() > 8, "{} steady steps", steady.len());
     for w in steady.iter().skip(1) {
         let s = &w[1];
-        assert_eq!((s.allocs, s.d2h_copies, s.d2h_bytes), (0, 0, 0), "{s:?}");
-        assert_eq!(s.launches, w[0].launches, "as many launches as the step before");
-        assert!(s.weight_bytes > 0 && s.kv_bytes > 0 && s.fwd_us > 0.0 && s.sample_us > 0.0, "{s:?}");
+        assert_eq!((s.counted.allocs, s.counted.d2h_copies, s.counted.d2h_bytes), (0, 0, 0), "{s:?}");
+        assert_eq!(s.counted.launches, w[0].counted.launches, "as many launches as the step before");
+        assert!(s.counted.weight_bytes > 0 && s.kv_bytes > 0 && s.fwd_us > 0.0 && s.sample_us > 0.0, "{s:?}");
     }
 }
 

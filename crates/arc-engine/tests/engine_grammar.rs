@@ -63,23 +63,30 @@ fn a_stop_id_ends_a_grammar_too() {
 
 #[test]
 fn a_grammar_that_fails_ends_its_own_row_with_its_reason() {
+    use FinishReason::{Error, Grammar};
     let cases = [
-        (Classes { dead_end_after: Some(4), ..Classes::default() }, 4, "grammar: dead end"),
-        (Classes { empty_after: Some(3), ..Classes::default() }, 3, "every token is masked: nothing can be drawn"),
-        (Classes { panic_after: Some(5), ..Classes::default() }, 5, "grammar: the matcher panicked"),
+        (Classes { dead_end_after: Some(4), ..Classes::default() }, 4, Grammar, "grammar: dead end"),
+        (
+            Classes { empty_after: Some(3), ..Classes::default() },
+            3,
+            Error,
+            "every token is masked: nothing can be drawn",
+        ),
+        (Classes { panic_after: Some(5), ..Classes::default() }, 5, Grammar, "grammar: the matcher panicked"),
         (
             Classes { takes: Duration::from_millis(900), ..Classes::default() },
             0,
-            "no mask of the grammar within 500 ms",
+            Error,
+            "grammar: no mask within 500 ms",
         ),
     ];
     for script in [Script::default(), slow()] {
-        for (grammar, n, message) in cases.clone() {
+        for (grammar, n, reason, message) in cases.clone() {
             let rig = rig(script.clone());
             let neighbours: Vec<Answer> =
                 vec![rig.start(request(&prompt(1, 6), 60)), rig.start(with(Classes::default(), &prompt(2, 6), 60))];
             let out = rig.ask(with(grammar, &prompt(5, 8), 20));
-            assert_eq!(out.finished.reason, FinishReason::Error);
+            assert_eq!(out.finished.reason, reason);
             assert_eq!(out.finished.error.as_deref(), Some(message));
             assert_eq!(out.ids(), expected_masked(&prompt(5, 8), n, Classes::allows));
             let ids: Vec<_> = neighbours.into_iter().map(|a| a.wait().ids()).collect();

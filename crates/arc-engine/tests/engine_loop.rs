@@ -508,12 +508,12 @@ fn records_add_up_to_the_totals() {
     assert_eq!(steps.len() as u64, stats.steps);
     assert!(steps.windows(2).all(|w| w[1].step == w[0].step + 1));
     assert_eq!(steps.iter().map(|s| s.tokens as usize).sum::<usize>(), tokens);
-    assert_eq!(steps.iter().map(|s| s.launches).sum::<u64>(), stats.counters.launches);
-    assert_eq!(steps.iter().map(|s| s.h2d_copies).sum::<u64>(), stats.counters.h2d_copies);
+    assert_eq!(steps.iter().map(|s| s.counted.launches).sum::<u64>(), stats.counters.launches);
+    assert_eq!(steps.iter().map(|s| s.counted.h2d_copies).sum::<u64>(), stats.counters.h2d_copies);
     assert_eq!(steps.iter().map(|s| u64::from(s.rows)).sum::<u64>(), stats.rows);
     let last = steps.last().expect("there were steps");
     assert_eq!((last.sample_us, last.gap_us), (500.0, 10.0));
-    let quiet = steps.iter().filter(|s| s.h2d_copies == 0).count();
+    let quiet = steps.iter().filter(|s| s.counted.h2d_copies == 0).count();
     assert!(quiet >= 25, "a step like the one before uploads nothing: {quiet} of {}", steps.len());
     let split = stats.split.expect("more than 29 steps");
     assert_eq!((split.sample_us, split.other_us), (500.0, 10.0));

@@ -423,7 +423,7 @@ fn a_speculating_step_allocates_copies_and_waits_for_nothing() {
     let speculating: Vec<_> = steps.iter().filter(|s| s.drafted > 0).collect();
     assert!(speculating.len() > 20, "{} steps", speculating.len());
     for s in speculating {
-        assert_eq!((s.allocs, s.d2h_copies, s.d2h_bytes), (0, 0, 0), "{s:?}");
+        assert_eq!((s.counted.allocs, s.counted.d2h_copies, s.counted.d2h_bytes), (0, 0, 0), "{s:?}");
         assert!(s.fwd_us > 0.0 && s.sample_us > 0.0);
     }
 }

@@ -274,6 +274,7 @@ pub struct Running {
 
 /// Loads a described model, for steps that the caller runs itself: of any number of rows.
 pub fn load(described: &Described, config: &Config, limits: &Limits) -> Result<Box<dyn DeviceLoop>, OpenError> {
+    warn_of_idle(described, config);
     let (file, model) = (&described.file, &described.config);
     let need = Need::new(&Plan::new(file, model, limits, threads(config), limits.context)?, config.device);
     Ok(match config.device {
@@ -441,4 +442,17 @@ fn engine_config(config: &Config, limits: &Limits) -> EngineConfig {
 pub fn threads(config: &Config) -> usize {
     let cores = || std::thread::available_parallelism().map_or(1, usize::from);
     config.threads.value().map_or_else(cores, |n| n as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_seed_that_traps_is_one_or_none() {
+        assert_eq!(trap_seed(None).ok(), Some(None));
+        assert_eq!(trap_seed(Some("7".into())).ok(), Some(Some(7)));
+        let error = trap_seed(Some("seven".into())).expect_err("no seed");
+        assert_eq!(error.to_string(), "ARC_CUDA_TRAP_SEED is \"seven\", must be a seed");
+    }
 }

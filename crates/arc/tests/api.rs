@@ -452,13 +452,13 @@ async fn a_sequence_that_fails_is_a_500_or_an_error_in_its_stream() {
         assert!(!stream.contains("[DONE]"));
     }
     // Where a schema leads to is its author's affair.
-    let bench = Bench::with("half an answer", FinishReason::Error, |script| {
+    let bench = Bench::with("half an answer", FinishReason::Grammar, |script| {
         let Some(Event::Finished(finished)) = script.events.last_mut() else { panic!("no end") };
         finished.error = Some(MaskError("too much work".to_owned()).to_string());
     });
     let (status, answer) = bench.post(CHAT, r#"{"messages": [{"role": "user", "content": "a"}]}"#).await;
     assert_eq!((status, &answer["error"]["param"]), (StatusCode::BAD_REQUEST, &json!("response_format")));
-    assert_eq!(answer["error"]["message"], "response_format: too much work");
+    assert_eq!(answer["error"]["message"], "response_format: grammar: too much work");
 }
 
 #[tokio::test]

@@ -25,6 +25,7 @@ fn the_openai_client_is_content() {
     let n: u32 = out.trim().strip_suffix(" checks passed").and_then(|n| n.parse().ok()).expect("a count");
     assert!(n >= 90, "only {n} checks ran");
     assert!(server.metric("arc_two_part_steps_total") > 50.0, "structured answers draw under masks");
+    assert!(server.metric("arc_mask_wait_seconds_total") > 0.0);
     assert_eq!(server.metric("arc_requests_running"), 0.0);
 }
 

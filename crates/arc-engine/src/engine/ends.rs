@@ -54,7 +54,7 @@ impl<L: DeviceLoop> EngineThread<L> {
         let sequence = self.sequences[slot].take().expect("a sequence ends once");
         self.scheduler.end(sequence.place.slot);
         // Releasing a slot that ended by itself would change nothing.
-        if reason == FinishReason::Cancelled || reason == FinishReason::Error || sequence.only_scores() {
+        if !matches!(reason, FinishReason::Stop | FinishReason::Length) || sequence.only_scores() {
             self.delta.release.push(sequence.place.slot);
         }
         self.stats.end(&sequence.times(), reason);

@@ -228,7 +228,7 @@ impl<L: DeviceLoop> EngineThread<L> {
         let counters = self.burst.counters();
         record.step = step;
         record.enqueue_us = micros_f64(planned.elapsed()) - record.mask_wait_us;
-        record.count(counters - self.counted);
+        record.counted = counters - self.counted;
         self.counted = counters;
         self.stats.prompt_tokens += u64::from(self.plan.prompt_rows);
         self.stats.padding_rows += u64::from(key.rows - self.plan.n_rows);

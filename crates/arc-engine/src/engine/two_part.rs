@@ -63,7 +63,7 @@ impl<L: DeviceLoop> EngineThread<L> {
             Ok(matcher) => sequence.matcher = MatcherState::Ready(matcher),
             Err(error) => {
                 self.stats.row_faults += 1;
-                self.end(slot, FinishReason::Error, Some(error.to_string()));
+                self.end(slot, FinishReason::Grammar, Some(error.to_string()));
             }
         }
     }
@@ -74,7 +74,7 @@ impl<L: DeviceLoop> EngineThread<L> {
             let (_, slot) = self.plan.two_part[idx];
             if self.awaits_mask(slot) {
                 self.stats.row_faults += 1;
-                let error = format!("no mask of the grammar within {} ms", self.config.mask_timeout_ms);
+                let error = format!("grammar: no mask within {} ms", self.config.mask_timeout_ms);
                 self.end(usize::from(slot), FinishReason::Error, Some(error));
             }
         }

@@ -24,7 +24,7 @@ use arc_engine::{
 };
 use serde_json::{Value, json};
 
-use super::{EngineFlags, open_model};
+use super::{EngineFlags, generate::DrawFlags, open_model};
 use mixed::Mixed;
 
 /// Longest prompt, output or depth: more than any model's context, and sums of them are numbers still.
@@ -65,21 +65,8 @@ pub struct Args {
     /// Turns of either side of --ab
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(2..=100))]
     turns: u32,
-    /// 0 always takes the most likely token
-    #[arg(long, value_name = "T", default_value_t = 0.0, allow_negative_numbers = true)]
-    temp: f32,
-    /// Keep the most likely tokens that together have this probability; 1: all
-    #[arg(long, value_name = "P", default_value_t = 1.0, allow_negative_numbers = true)]
-    top_p: f32,
-    /// Keep the K most likely tokens; 0: all
-    #[arg(long, value_name = "K", default_value_t = 0, allow_negative_numbers = true)]
-    top_k: u32,
-    /// Keep tokens at least this likely, relative to the most likely; 0: all
-    #[arg(long, value_name = "P", default_value_t = 0.0, allow_negative_numbers = true)]
-    min_p: f32,
-    /// Penalty on tokens that prompt or answer hold, as a factor; 1: none
-    #[arg(long, value_name = "X", default_value_t = 1.0, allow_negative_numbers = true)]
-    repetition_penalty: f32,
+    #[command(flatten)]
+    draws: DrawFlags,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -139,6 +126,10 @@ impl Args {
         let any = RequestLimits { vocab: u32::MAX, context: u32::MAX, kv_tokens: u32::MAX, default_max_tokens: 1 };
         ValidRequest::new(request(self, vec![0], 1), &any)?;
         Ok(())
+    }
+
+    fn sampling(&self) -> SamplerConfig {
+        self.draws.over(SamplerConfig { temperature: 0.0, ..SamplerConfig::default() })
     }
 
     /// Sequences that run at once.
@@ -230,6 +221,7 @@ impl Figures {
 
 /// What stands beside figures, so that one file can be told from another.
 fn setting_of(args: &Args, model: &Described, config: &Config) -> Value {
+    let sampling = args.sampling();
     let engine = SETTINGS.iter().filter(|s| s.scope == Scope::Engine);
     let settings = engine.map(|s| (s.name.to_owned(), json!(config.show(s.name)))).collect::<serde_json::Map<_, _>>();
     json!({
@@ -243,11 +235,11 @@ fn setting_of(args: &Args, model: &Described, config: &Config) -> Value {
         "depth": args.depth,
         "together": args.together,
         "sampling": {
-            "temperature": args.temp,
-            "top_p": args.top_p,
-            "top_k": args.top_k,
-            "min_p": args.min_p,
-            "repetition_penalty": args.repetition_penalty,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition,
         },
         "settings": settings,
     })
@@ -367,7 +359,7 @@ impl Pass {
         let tokens = self.ends.iter().flat_map(|seq| &seq.tokens).filter(|at| **at > begin).count();
         let seconds = (end - begin).as_secs_f64();
         let steps = engine.last_steps(args.tg as usize);
-        let bytes: u64 = steps.iter().map(|s| s.weight_bytes + s.kv_bytes).sum();
+        let bytes: u64 = steps.iter().map(|s| s.counted.weight_bytes + s.kv_bytes).sum();
         let bytes_per_step = bytes as f64 / steps.len().max(1) as f64;
         // A step lands a token for each sequence, and more where drafts were right.
         let landed: u64 = steps.iter().map(|s| u64::from(s.tokens)).sum();
@@ -395,32 +387,25 @@ fn step_json(steps: &[StepRecord]) -> Value {
         "fwd_us": median(|s| s.fwd_us),
         "sample_us": median(|s| s.sample_us),
         "gap_us": median(|s| s.gap_us),
-        "launches": median(|s| s.launches as f64),
-        "graph_launches": median(|s| s.graph_launches as f64),
-        "graph_kernels": median(|s| s.graph_kernels as f64),
+        "launches": median(|s| s.counted.launches as f64),
+        "graph_launches": median(|s| s.counted.graph_launches as f64),
+        "graph_kernels": median(|s| s.counted.graph_kernels as f64),
         "of_all": {
             "steps": steps.len(),
-            "launches": all(|s| s.launches),
-            "graphs": all(|s| s.graphs),
-            "graph_launches": all(|s| s.graph_launches),
-            "allocs": all(|s| s.allocs),
-            "frees": all(|s| s.frees),
-            "syncs": all(|s| s.syncs),
-            "h2d_copies": all(|s| s.h2d_copies),
-            "d2h_copies": all(|s| s.d2h_copies),
+            "launches": all(|s| s.counted.launches),
+            "graphs": all(|s| s.counted.graphs),
+            "graph_launches": all(|s| s.counted.graph_launches),
+            "allocs": all(|s| s.counted.allocs),
+            "frees": all(|s| s.counted.frees),
+            "syncs": all(|s| s.counted.syncs),
+            "h2d_copies": all(|s| s.counted.h2d_copies),
+            "d2h_copies": all(|s| s.counted.d2h_copies),
         },
     })
 }
 
 fn request(args: &Args, prompt: Vec<u32>, max_tokens: u32) -> Request {
-    let sampling = SamplerConfig {
-        temperature: args.temp,
-        top_p: args.top_p,
-        top_k: args.top_k,
-        min_p: args.min_p,
-        repetition: args.repetition_penalty,
-        ..SamplerConfig::default()
-    };
+    let sampling = args.sampling();
     Request { max_tokens: Some(max_tokens), ignore_stop: true, ..Request::new(prompt, sampling) }
 }
 

@@ -17,27 +17,48 @@ use arc_engine::{
     request::{Event, FinishReason, Finished, Request, RequestLimits, ValidRequest},
 };
 
+/// What narrows a draw. What is not said is as the command has it.
+#[derive(Debug, Clone, clap::Args)]
+pub struct DrawFlags {
+    /// 0 always takes the most likely token [default: 0.7; for bench 0]
+    #[arg(long, value_name = "T", allow_negative_numbers = true)]
+    temp: Option<f32>,
+    /// Keep the most likely tokens that together have this probability; 1: all [default: 0.95; for bench 1]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    top_p: Option<f32>,
+    /// Keep the K most likely tokens; 0: all [default: 0]
+    #[arg(long, value_name = "K", allow_negative_numbers = true)]
+    top_k: Option<u32>,
+    /// Keep tokens at least this likely, relative to the most likely; 0: all [default: 0]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    min_p: Option<f32>,
+    /// Penalty on tokens that prompt or answer hold, as a factor; 1: none [default: 1]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    repetition_penalty: Option<f32>,
+}
+
+impl DrawFlags {
+    /// What was said over what is usual.
+    pub fn over(&self, usual: SamplerConfig) -> SamplerConfig {
+        SamplerConfig {
+            temperature: self.temp.unwrap_or(usual.temperature),
+            top_p: self.top_p.unwrap_or(usual.top_p),
+            top_k: self.top_k.unwrap_or(usual.top_k),
+            min_p: self.min_p.unwrap_or(usual.min_p),
+            repetition: self.repetition_penalty.unwrap_or(usual.repetition),
+            ..usual
+        }
+    }
+}
+
 /// How tokens are drawn and where the answer ends.
 #[derive(Debug, Clone, clap::Args)]
 pub struct SamplingArgs {
     /// Most tokens of the answer
     #[arg(short = 'n', long, value_name = "N", allow_negative_numbers = true)]
     max_tokens: Option<u32>,
-    /// 0 always takes the most likely token
-    #[arg(long, value_name = "T", default_value_t = 0.7, allow_negative_numbers = true)]
-    temp: f32,
-    /// Keep the most likely tokens that together have this probability; 1: all
-    #[arg(long, value_name = "P", default_value_t = 0.95, allow_negative_numbers = true)]
-    top_p: f32,
-    /// Keep the K most likely tokens; 0: all
-    #[arg(long, value_name = "K", default_value_t = 0, allow_negative_numbers = true)]
-    top_k: u32,
-    /// Keep tokens at least this likely, relative to the most likely; 0: all
-    #[arg(long, value_name = "P", default_value_t = 0.0, allow_negative_numbers = true)]
-    min_p: f32,
-    /// Penalty on tokens that prompt or answer hold, as a factor; 1: none
-    #[arg(long, value_name = "X", default_value_t = 1.0, allow_negative_numbers = true)]
-    repetition_penalty: f32,
+    #[command(flatten)]
+    draws: DrawFlags,
     /// Penalty on tokens that the answer holds; 0: none
     #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
     presence_penalty: f32,
@@ -63,15 +84,10 @@ impl SamplingArgs {
 
     fn sampling(&self) -> SamplerConfig {
         SamplerConfig {
-            temperature: self.temp,
-            top_p: self.top_p,
-            top_k: self.top_k,
-            min_p: self.min_p,
-            repetition: self.repetition_penalty,
             presence: self.presence_penalty,
             frequency: self.frequency_penalty,
             seed: self.seed.unwrap_or_else(arc::answer::fresh_seed),
-            ..SamplerConfig::default()
+            ..self.draws.over(SamplerConfig { temperature: 0.7, top_p: 0.95, ..SamplerConfig::default() })
         }
     }
 
@@ -200,7 +216,7 @@ pub fn answer(
                 pass(&piece.text, &mut whole).inspect_err(|_| engine.cancel(id))?;
             }
             Event::Finished(finished) => {
-                if finished.reason == FinishReason::Error {
+                if matches!(finished.reason, FinishReason::Grammar | FinishReason::Error) {
                     return Err(anyhow!(finished.error.unwrap_or_else(|| "the sequence failed".to_owned())));
                 }
                 pass(&answer.finish().text, &mut whole)?;
@@ -209,7 +225,7 @@ pub fn answer(
                     _ if answer.stopped() => "stop",
                     FinishReason::Stop => "stop",
                     FinishReason::Length => "length",
-                    FinishReason::Cancelled | FinishReason::Error => "cancelled",
+                    FinishReason::Cancelled | FinishReason::Grammar | FinishReason::Error => "cancelled",
                 };
                 return Ok(Outcome { text: whole, reason, finished, n_tokens: answer.n_tokens() });
             }

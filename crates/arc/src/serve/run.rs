@@ -4,7 +4,6 @@ use std::{sync::Arc, time::Duration};
 
 use arc_engine::{
     engine::RequestId,
-    grammar::MaskError,
     request::{Event, EventSink, FinishReason, TokenEvent},
 };
 use tokio::{
@@ -146,12 +145,14 @@ impl Run {
                         return Err(ApiError::unavailable("the request was cancelled by the server"));
                     }
                     FinishReason::Error => {
-                        let error = finished.error.unwrap_or_else(|| "the sequence failed".to_owned());
-                        // The client's schema is at fault, not the server.
-                        return Err(match error.strip_prefix(MaskError::BEFORE) {
-                            Some(why) => ApiError::field("response_format", format!("response_format: {why}")),
-                            None => ApiError::failed(error),
-                        });
+                        return Err(ApiError::failed(
+                            finished.error.unwrap_or_else(|| "the sequence failed".to_owned()),
+                        ));
+                    }
+                    // The client's schema is at fault, not the server.
+                    FinishReason::Grammar => {
+                        let why = finished.error.unwrap_or_else(|| "it leads to nothing".to_owned());
+                        return Err(ApiError::field("response_format", format!("response_format: {why}")));
                     }
                 };
                 let piece = running.answer.finish();

@@ -11,28 +11,8 @@ from typing import Literal
 
 import openai
 import pydantic
+from checks import check, done, refused
 from openai import OpenAI
-
-checks = 0
-
-
-def check(condition, what):
-    global checks
-    checks += 1
-    if not condition:
-        raise SystemExit(f"FAILED: {what}")
-
-
-def refused(call, error, what, param=None):
-    try:
-        call()
-    except error as e:
-        check(e.body and e.body.get("message"), f"{what}: an error has a message")
-        if param is not None:
-            check(e.body.get("param") == param, f"{what}: param is {e.body.get('param')!r}, not {param!r}")
-        return e
-    raise SystemExit(f"FAILED: {what} was not refused")
-
 
 def main(base):
     client = OpenAI(base_url=base + "/v1", api_key="none", max_retries=0, timeout=120)
@@ -222,7 +202,7 @@ def main(base):
         t.join()
     check(all(r and r.choices[0].message.content == text for r in results), "eight at once answer as one does")
     check(math.isfinite(first.logprobs.token_logprobs[0]), "logprobs are finite")
-    print(f"{checks} checks passed")
+    done()
 
 
 main(sys.argv[1])

@@ -8,17 +8,8 @@ import json
 import sys
 
 import openai
+from checks import check, done, refused
 from openai import OpenAI
-
-checks = 0
-
-
-def check(condition, what):
-    global checks
-    checks += 1
-    if not condition:
-        raise SystemExit(f"FAILED: {what}")
-
 
 def main(base, tokenizer):
     client = OpenAI(base_url=base + "/v1", api_key="none", max_retries=0, timeout=120)
@@ -71,11 +62,7 @@ def main(base, tokenizer):
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Graz"}'}}
     history = [*question, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c1", "content": "12 C"}]
     check(ask(messages=history, tools=[tool]).usage.completion_tokens > 0, "a result is answered")
-    try:
-        ask(tools=[tool], response_format=form)
-        check(False, "tools and a schema")
-    except openai.BadRequestError as e:
-        check(e.body["param"] == "response_format", "tools and a schema")
+    refused(lambda: ask(tools=[tool], response_format=form), openai.BadRequestError, "tools and a schema", "response_format")
 
     # Strangers of all lengths, side by side: each has the answer that it has alone.
     def one(i):
@@ -92,7 +79,7 @@ def main(base, tokenizer):
         check(a == b, f"request {i}: {a!r} alone, {b!r} among strangers")
     ended = ask(logit_bias={str(end): 100})
     check(ended.choices[0].finish_reason == "stop" and ended.usage.completion_tokens == 1, "its own end")
-    print(f"{checks} checks passed")
+    done()
 
 
 main(*sys.argv[1:])
