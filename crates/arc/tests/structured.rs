@@ -174,6 +174,49 @@ fn hostile_schemas_are_refused_or_bounded() {
 }
 
 #[test]
+fn damaged_schemas_are_refused_or_compile() {
+    let grammars = Grammars::new(tokenizer());
+    let good = [
+        r##"{"type":"object","properties":{"a":{"type":"string","minLength":2,"pattern":"^[a-z]+(x|y)$"},"b":{"$ref":"#/$defs/c"}},
+            "required":["a"],"$defs":{"c":{"type":"array","items":{"multipleOf":5,"type":"integer"},"maxItems":4}}}"##,
+        r#"{"anyOf":[{"enum":["x",1,null]},{"type":"number","minimum":-1.5,"exclusiveMaximum":3e2},{"allOf":[{"type":"boolean"}]}]}"#,
+        r#"{"oneOf":[{"const":{"k":[1,2]}},{"type":"string","format":"date-time"}],"title":"t","description":"d"}"#,
+    ];
+    let mut state = 7_u64;
+    let mut below = |n: usize| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % n
+    };
+    let (mut compiled, mut refused) = (0, 0);
+    for _ in 0..600 {
+        let mut bytes = good[below(good.len())].as_bytes().to_vec();
+        for _ in 0..1 + below(3) {
+            let (at, from) = (below(bytes.len()), below(bytes.len()));
+            match below(4) {
+                0 => bytes[at] = b"{}[]\",:019\\$#.+*eE-ntf"[below(22)],
+                1 => drop(bytes.remove(at)),
+                // A piece of it once more, which makes large numbers, long patterns and keys that come twice.
+                2 => {
+                    let piece = bytes[from..(from + 1 + below(12)).min(bytes.len())].to_vec();
+                    bytes.splice(at..at, piece);
+                }
+                _ => bytes.truncate(at.max(1)),
+            }
+        }
+        let text = String::from_utf8_lossy(&bytes);
+        match grammars.compile(&text, VOCAB) {
+            Ok(_) => compiled += 1,
+            Err(SchemaError::Refused(why)) => {
+                assert!(!why.is_empty() && why.len() < 2_000 && !why.contains("panic"), "{text}: {why}");
+                refused += 1;
+            }
+            Err(other) => panic!("{text}: {other}"),
+        }
+    }
+    assert!(compiled > 50 && refused > 200, "{compiled} compiled, {refused} were refused");
+}
+
+#[test]
 fn schemas_in_use_are_bounded_together() {
     let grammars = Grammars::new(tokenizer());
     let schema = json!({"const": "x".repeat(100_000)}).to_string();
