@@ -7,12 +7,13 @@
 # memcheck costs little, 1.2 times the suite's own time (on an H200 754 cases in 107 s), so it has all cases but those of SKIPPED.
 # The others have the cases of FEW, one or two for each kind of kernel. initcheck has them in 5 s. racecheck looks at every load and
 # store of shared memory, which takes seconds to three minutes a case, so that each has a process of its own, some side by side. All
-# have whole steps of the tiny model, which take racecheck 100 s. Version 2025.3.1 has not ended the two cases "around" within 200 s.
+# have whole steps of the tiny model, which take racecheck 100 s.
 #
 # racecheck does not see all that orders memory: who waits at a barrier comes behind what the arriving threads did, but not behind
 # what these had waited for; and who waits for its cluster, having arrived before, is not let go on before all have come there. So
 # it has a build of the kernels in which all lanes arrive, and the cluster waits where it arrives (barrier.cuh, cluster.cuh). Without,
-# everything that passes through a ring is reported.
+# everything that passes through a ring is reported. And it lets nobody pass a `__syncthreads` of a block some of whose warps have
+# left: a kernel that has such warps does not end, unless the others have a barrier of their own (`sync_threads`).
 #
 # What the tools do not see. All memory of a device is zeroed when it is taken, which initcheck counts as written: it can name
 # copies and staging, but no stage that reads what no stage wrote. racecheck looks at shared memory only: words of global memory

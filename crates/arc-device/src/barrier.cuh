@@ -11,6 +11,14 @@ namespace arc {
 // who waits looks seldom, since the tool looks at each attempt.
 constexpr uint32_t kWarpArrivals = kSanitized ? 32 : 1;
 
+// The barrier of so many threads of the block, whole warps: where others leave early or do something else, which `__syncthreads` would
+// wait for under compute-sanitizer.
+template <uint32_t THREADS, uint32_t NUMBER = 1>
+__device__ __forceinline__ void sync_threads() {
+    static_assert(NUMBER != 0, "the barrier of __syncthreads");
+    asm volatile("bar.sync %0, %1;" ::"n"(NUMBER), "n"(THREADS) : "memory");
+}
+
 // One thread, and `barriers_made` behind the last of them.
 __device__ __forceinline__ void barrier_init(uint64_t* bar, uint32_t arrivals = 1) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_at(bar)), "r"(arrivals) : "memory");

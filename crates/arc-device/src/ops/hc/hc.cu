@@ -233,7 +233,7 @@ __device__ __forceinline__ void by_cluster(float* out, const Codes& codes, float
         return;
     }
     reinterpret_cast<float4*>(collapsed)[t] = merged;
-    asm volatile("bar.sync 1, %0;" ::"n"(32 * kMixWarps) : "memory");
+    sync_threads<32 * kMixWarps>();
     if (warp == 0) {
         const float s = sum_sq_chunk4(collapsed);
         if (lane < kStreams) send(&squares[q], &bars[1], k * kStreams + lane, s);
@@ -388,12 +388,12 @@ __device__ __forceinline__ void finish_row(float* out, const float* streams, flo
         else *reinterpret_cast<float4*>(out + row * dim + column) = y;
     }
     if (!SITE) return;
-    asm volatile("bar.sync 1, %0;" ::"n"(32 * kMixWarps) : "memory");
+    sync_threads<32 * kMixWarps>();
     for (unsigned c = warp; c < dim / kSumChunk; c += kMixWarps) {
         const float s = sum_sq_chunk4(ys + c * kSumChunk);
         if (lane == 0) squares[c] = s;
     }
-    asm volatile("bar.sync 1, %0;" ::"n"(32 * kMixWarps) : "memory");
+    sync_threads<32 * kMixWarps>();
     float total = 0.0f;
     for (unsigned c = 0; c < dim / kSumChunk; ++c) total = __fadd_rn(total, squares[c]);
     const float factor = norm_factor(total, (float)dim, out_eps);

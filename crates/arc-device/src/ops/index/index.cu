@@ -170,8 +170,6 @@ __device__ uint32_t scan_block(uint32_t x, uint32_t* warp_sums, uint32_t& all) {
 // Threads that pick among few scores, and the most that each of them has.
 constexpr uint32_t kFewThreads = 256, kFewEach = 16;
 
-__device__ __forceinline__ void few_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kFewThreads) : "memory"); }
-
 // The choice among n <= kFewThreads * kFewEach scores, by the first kFewThreads threads of a block. Each has neighbours.
 __device__ void pick_few(const LatentArgs& a, const uint32_t* scores, uint32_t n, uint32_t* picks, uint2 (*sums)[kFewThreads / 32]) {
     const uint32_t thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, warps = kFewThreads / 32;
@@ -192,7 +190,7 @@ __device__ void pick_few(const LatentArgs& a, const uint32_t* scores, uint32_t n
     auto sum = [&](uint2 v) {
         v = make_uint2(__reduce_add_sync(kFull, v.x), __reduce_add_sync(kFull, v.y));
         if (lane == 0) sums[turn & 1][warp] = v;
-        few_sync();
+        sync_threads<kFewThreads>();
         v = lane < warps ? sums[turn & 1][lane] : make_uint2(0, 0);
         turn += 1;
         return make_uint2(__reduce_add_sync(kFull, v.x), __reduce_add_sync(kFull, v.y));
@@ -232,7 +230,7 @@ __device__ void pick_few(const LatentArgs& a, const uint32_t* scores, uint32_t n
     }
     const bool fault = __any_sync(kFull, nan);
     if (lane == 31) sums[turn & 1][warp] = make_uint2(before, fault);
-    few_sync();
+    sync_threads<kFewThreads>();
     before -= own;
     uint32_t all = 0, faults = 0;
 #pragma unroll

@@ -281,7 +281,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
     if (waits) {
         if (PLANES == 1) {
             if (info.live && thread < kTable && thread * kBlockTokens <= info.pos) table[thread] = __ldcg(blocks + thread);
-            __syncthreads();
+            sync_threads<kThreads>();
         }
         pdl_wait();
         ask_queries();
@@ -308,7 +308,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         // The step's context class was too small.
         if (thread == 0) report_fault(view, 0x6c610001);
         if (!waits) pdl_wait();
-        __syncthreads();
+        sync_threads<kThreads>();
         if (tiles) barrier_wait(&landed, 0);
         send_all(0.0f);
         return;
@@ -493,13 +493,13 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                     ask_queries();
                 }
                 // `angles` are there.
-                if (!TILES) __syncthreads();
+                if (!TILES) sync_threads<kThreads>();
                 cut_queries();
                 marks.mark(7);
             }
             if (!tiles && cuts_early) bring(plane), marks.mark(3);
             if (tiles) barrier_wait(&landed, turn % 2), marks.mark(3);
-            __syncthreads();
+            sync_threads<kThreads>();
 #pragma unroll
             for (uint32_t i = 0; i < kMaxLatent / 16 / kShares; ++i) {
                 const uint32_t step = first_step + i;
@@ -522,7 +522,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                     }
                 }
             }
-            if (PLANES > 1 && plane + 1 < PLANES) __syncthreads();
+            if (PLANES > 1 && plane + 1 < PLANES) sync_threads<kThreads>();
         }
         // Everybody has what was sent from there, and has merged it.
         if (LONG && turn != 0) begin_round();
@@ -536,7 +536,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                 *reinterpret_cast<float2*>(own + 8 * kScoreStride + 16 * i + 8 * j) = make_float2(c[i][j][2], c[i][j][3]);
             }
         }
-        __syncthreads();
+        sync_threads<kThreads>();
         // Softmax: the warp has one head.
         float e[3], top = -ARC_INF;
 #pragma unroll
@@ -581,7 +581,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                 keep_of[warp] = keep, add_of[warp] = add;
             }
         }
-        __syncthreads();
+        sync_threads<kThreads>();
         marks.mark(4);
         // Sums: the warp takes a share of the values.
         float o[kPairs][2][4];
@@ -592,9 +592,9 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         }
         for (uint32_t plane = PLANES; plane-- > 0;) {
             if (plane + 1 < PLANES) {
-                __syncthreads();
+                sync_threads<kThreads>();
                 bring(plane);
-                __syncthreads();
+                sync_threads<kThreads>();
             }
 #pragma unroll
             for (uint32_t k = 0; k < kRows / 16; ++k) {
@@ -630,7 +630,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                     t = joined(t, keep[j / 2 % 2], o[i][j / 4][j % 4], add[j / 2 % 2]);
                 }
             }
-            __syncthreads();
+            sync_threads<kThreads>();
             continue;
         }
         float* parts = a.parts + (((size_t)r * a.heads + first_head) * a.most_splits + split) * (dim + 2);
@@ -657,7 +657,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         }
         if (local) {
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-            __syncthreads();
+            sync_threads<kThreads>();
             if (thread * share < quads && thread < gridDim.x && thread != blockIdx.x) {
                 const uint32_t heads_of = kHeads * share_stride;
                 send_lines(in_block(shared_at(received + blockIdx.x * heads_of), thread), shared_at(scores + thread * heads_of), 4 * heads_of,
@@ -674,12 +674,12 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
         if (thread < heads) {
             *reinterpret_cast<float2*>(parts + thread * to_next + dim) = make_float2(part_m[thread], part_l[thread]);
         }
-        __syncthreads();
+        sync_threads<kThreads>();
     }
     if (blockIdx.x >= splits) {
         if (PLANES == 1) consts.store(angles, sink_of);
         if (tiles) barrier_wait(&landed, 0);
-        __syncthreads();
+        sync_threads<kThreads>();
     }
     // Whoever has queries that were sent has not waited yet.
     if (!waits && (LONG ? turn == 0 : blockIdx.x >= splits || sent)) pdl_wait();
@@ -700,7 +700,7 @@ __device__ void attend(const LatentArgs& a, const StepView& view) {
                 }
             }
         }
-        __syncthreads();
+        sync_threads<kThreads>();
         for (uint32_t first = 0; first < heads * quads; first += kThreads) {
             const uint32_t i = first + thread, h[1] = {min(i / quads, heads - 1)}, quad[1] = {i % quads};
             const bool there[1] = {i < heads * quads};

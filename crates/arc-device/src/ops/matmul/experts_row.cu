@@ -119,7 +119,7 @@ struct OneRow {
     __device__ __forceinline__ uint64_t* halved(uint32_t k) const { return weighed() + 1 + k; }
 
     // Barrier of the warps that multiply.
-    __device__ __forceinline__ void sync() const { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
+    __device__ __forceinline__ void sync() const { sync_threads<kThreads>(); }
 
     // By a lane of every warp, some each: a warp's lanes take one after the other. A chunk is empty when all of its tiles, or pairs
     // of tiles, have been taken.
@@ -239,7 +239,7 @@ struct OneRow {
         }
         row.dot(gate, block, known().gate.sums);
         copies_landed();
-        asm volatile("bar.sync 2, %0;" ::"n"(kAllThreads - 32) : "memory");
+        sync_threads<kAllThreads - 32, 2>();
         router::post_scores(gate, block, known().gate.sums, known().tag);
         marks.mark(3);
     }

@@ -103,7 +103,7 @@ __device__ __forceinline__ uint32_t* this_place(uint64_t at) {
 }
 
 // Barrier of the warps that multiply.
-__device__ __forceinline__ void sync() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
+__device__ __forceinline__ void sync() { sync_threads<kThreads>(); }
 
 // What a block has of a product. In shared memory, since registers are few.
 struct Part {
