@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use arc_device::cpu::Cpu;
-use arc_device::cuda::{Cuda, CudaOptions};
+use arc_device::cuda::Cuda;
 use arc_device::format::half::f16_to_f32;
 use arc_device::step::{BLOCK_TOKENS, Limits};
 use arc_engine::load::{LoadError, ModelFile};
@@ -73,15 +73,14 @@ fn logits(on: On, path: &Path, change: impl Fn(&mut V4Config), ids: &[u32], chun
         change(v4);
         let mut logits = Vec::new();
         let mut each = |row: &[f32]| logits.extend_from_slice(row);
-        match on {
-            On::Cpu => {
+        match on.options() {
+            None => {
                 let mut dev = Cpu::new(On::threads(), limits);
                 let model = Model::load(&mut dev, &file, &config, &limits)?;
                 prompt_logits(&mut Runner::new(dev, model), &limits, ids, chunk, &mut each)?;
             }
-            On::Gpu { ordinal, capture } => {
-                let mut dev =
-                    Cuda::new(CudaOptions { ordinal, capture, late: false, ..CudaOptions::default() }, limits)?;
+            Some(options) => {
+                let mut dev = Cuda::new(options, limits)?;
                 let model = Model::load(&mut dev, &file, &config, &limits)?;
                 prompt_logits(&mut Runner::new(dev, model), &limits, ids, chunk, &mut each)?;
             }

@@ -37,6 +37,7 @@ pub fn cases(suite: &mut Suite, models: &[PathBuf]) {
         suite.case(&format!("model/{name}/invariance"), |suite| invariance(suite, path));
         suite.case(&format!("model/{name}/flat"), |suite| flat(suite, path));
         suite.case(&format!("model/{name}/replay"), |suite| replay(suite, path));
+        suite.case(&format!("model/{name}/twice"), |suite| twice(suite, path));
         suite.case(&format!("model/{name}/scripted_drafts"), |suite| scripted_drafts(suite, path));
         suite.case(&format!("model/{name}/kv_bytes"), |suite| kv_bytes(suite, path));
         golden::cases(suite, &name, path);
@@ -90,12 +91,27 @@ pub enum On {
         /// Whether it records steps.
         capture: bool,
     },
+    /// The same, every step of which runs twice.
+    GpuTwice {
+        /// Which.
+        ordinal: usize,
+    },
 }
 
 impl On {
     /// Of the CPU.
     pub fn threads() -> usize {
         std::thread::available_parallelism().map_or(2, usize::from).min(16)
+    }
+
+    /// Of the GPU, if it is one.
+    pub fn options(self) -> Option<CudaOptions> {
+        let (ordinal, capture, verify) = match self {
+            On::Cpu => return None,
+            On::Gpu { ordinal, capture } => (ordinal, capture, false),
+            On::GpuTwice { ordinal } => (ordinal, true, true),
+        };
+        Some(CudaOptions { ordinal, capture, verify, late: false, ..CudaOptions::default() })
     }
 }
 
@@ -155,7 +171,7 @@ impl Rig {
         let vocab = config.shape().vocab as u32;
         let buckets = match on {
             On::Cpu => Buckets::Exact,
-            On::Gpu { .. } => Buckets::recorded(limits.rows as u32),
+            On::Gpu { .. } | On::GpuTwice { .. } => Buckets::recorded(limits.rows as u32),
         };
         let (speculate, numbers) = match drafts {
             Drafts::Off => (Speculate::Off, Vec::new()),
@@ -163,15 +179,14 @@ impl Rig {
         };
         let keys = buckets.keys(&limits, &numbers);
         let set_up = EngineConfig { buckets, switches, speculate, ..EngineConfig::default() };
-        let started = match on {
-            On::Cpu => engine::spawn(set_up, limits, vocab, move || {
+        let started = match on.options() {
+            None => engine::spawn(set_up, limits, vocab, move || {
                 let mut dev = Cpu::new(On::threads(), limits);
                 let model = Model::load(&mut dev, &file, &config, &limits)?;
                 Ok::<_, LoadError>(Runner::new(dev, model))
             }),
-            On::Gpu { ordinal, capture } => engine::spawn(set_up, limits, vocab, move || {
-                let mut dev =
-                    Cuda::new(CudaOptions { ordinal, capture, late: false, ..CudaOptions::default() }, limits)?;
+            Some(options) => engine::spawn(set_up, limits, vocab, move || {
+                let mut dev = Cuda::new(options, limits)?;
                 let script = match drafts {
                     Drafts::Script(_, tokens) => Some(dev.ids("script", &tokens)?),
                     _ => None,
@@ -181,7 +196,7 @@ impl Rig {
                     Some(tokens) => Runner::with_drafter(dev, model, Box::new(Script { tokens })),
                     None => Runner::new(dev, model),
                 };
-                if capture {
+                if options.capture {
                     runner.warm_up(&keys)?;
                 }
                 Ok::<_, LoadError>(runner)
@@ -443,6 +458,33 @@ fn replay(suite: &Suite, path: &Path) -> Verdict {
         Ok(Ok(format!("{} keys recorded in {:.2?}, compared in {:.2?}", keys.len(), recorded, all)))
     };
     run().map_err(|error| error.to_string())?
+}
+
+/// Served steps that run twice leave the same each time, and the tokens are those of steps that run once.
+fn twice(suite: &Suite, path: &Path) -> Verdict {
+    let ordinal = suite.ordinal();
+    let drafts = || {
+        if ModelFile::open(path).is_ok_and(|file| has_draft_block(&file)) { Drafts::OwnBlock(3) } else { Drafts::Off }
+    };
+    let ask = |on, sample_on| {
+        let switches = Switches { sample_on, ..Switches::default() };
+        let rig = Rig::with(on, path, limits(16, 64), switches, drafts(), Numerics::Serving)?;
+        let tokens = rig.ask(drafted_requests(rig.vocab))?;
+        Ok::<_, String>((tokens.iter().map(|tokens| ids(tokens)).collect::<Vec<_>>(), rig.engine.stats().counters))
+    };
+    let (want, once) = ask(On::Gpu { ordinal, capture: true }, SampleOn::Device)?;
+    let mut text = Vec::new();
+    for (what, sample_on) in [("drawn by the device", SampleOn::Device), ("by the host", SampleOn::Host)] {
+        let (got, counted) = ask(On::GpuTwice { ordinal }, sample_on)?;
+        if got != want {
+            return Err(format!("{what}: other tokens"));
+        }
+        if (once.verified, counted.verified) != (0, counted.graph_launches) || counted.verified == 0 {
+            return Err(format!("{what}: {} of {} steps ran twice", counted.verified, counted.graph_launches));
+        }
+        text.push(format!("{what} {}", counted.verified));
+    }
+    Ok(format!("steps: {}", text.join(", ")))
 }
 
 /// Requests that are drafted for, of every class that the device draws itself; their seeds count from 0.

@@ -1,8 +1,10 @@
 //! Slots, row tables and the ring: what is told of a step that computes nothing.
 
+use arc_device::cuda::Cuda;
+use arc_device::error::Result as DeviceResult;
 use arc_device::ops::sample::SamplerConfig;
 use arc_device::step::{BLOCK_TOKENS, CtxClass, Landed, Part, Row, SlotInit, StepDelta, StepKey, row_flags};
-use arc_device::{Alloc, Landing, MemoryClass, Ops, Steps};
+use arc_device::{Alloc, Buffers, Landing, MemoryClass, Ops, Readback, Steps};
 
 use crate::compare::equal;
 use crate::inputs::Rng;
@@ -23,6 +25,13 @@ pub fn cases(suite: &mut Suite) {
         drop(buf);
         let given = gpu.counters() - before;
         equal(&[1, 0, 1, 1], &[taken.allocs, taken.frees, given.allocs, given.frees])
+    });
+    suite.case("state/a step runs twice", |suite| twice(suite, |_| Ok(())));
+    suite.mutant("state/a step runs twice/eagerly from other logits", |suite| {
+        twice(suite, |Twice { dev, logits, .. }| dev.write(logits, &[100.0]))
+    });
+    suite.mutant("state/a step runs twice/eagerly writes more", |suite| {
+        twice(suite, |Twice { dev, kept, .. }| dev.write(kept, &[1.0]))
     });
     suite.measure("state/empty_step", |suite| {
         let mut pair = suite.pair(limits(256, 4096));
@@ -56,6 +65,42 @@ fn admit(slot: usize, blocks: Vec<u32>, pos: u32) -> SlotInit {
         logprobs: None,
         prompt_top: 0,
     }
+}
+
+/// What an eager step may do beside what was recorded.
+struct Twice<'a> {
+    dev: &'a mut Cuda,
+    logits: &'a mut <Cuda as Buffers>::Buf<f32>,
+    kept: &'a mut <Cuda as Buffers>::Buf<f32>,
+}
+
+/// Steps of one row, run twice; `more`: of the eager ones.
+fn twice(suite: &Suite, more: impl Fn(Twice<'_>) -> DeviceResult<()>) -> Verdict {
+    const STEPS: u64 = 3;
+    let run = || -> DeviceResult<u64> {
+        let mut gpu = suite.gpu(limits(4, 64))?;
+        gpu.finish(&shape(100, 64))?;
+        gpu.set_replay(true);
+        gpu.set_verify(true);
+        let mut logits = gpu.alloc::<f32>("logits", MemoryClass::Workspace, 100)?;
+        let mut kept = gpu.alloc::<f32>("kept", MemoryClass::State, 1)?;
+        let row = Row { flags: row_flags::HEAD | row_flags::SAMPLE, token: 1, ..Row::default() };
+        let key = StepKey::new(1, 1, CtxClass::Short, Part::Whole);
+        gpu.stage(&StepDelta { admit: vec![admit(0, vec![0], 0)], rows: Some(vec![row]), ..StepDelta::default() })?;
+        let mut recorded = false;
+        for step in 1..=STEPS {
+            gpu.step(key, &mut |dev| {
+                if std::mem::replace(&mut recorded, true) {
+                    more(Twice { dev: &mut *dev, logits: &mut logits, kept: &mut kept })?;
+                }
+                dev.sample(&mut logits, 1)?;
+                dev.commit(1, 1)
+            })?;
+            gpu.read_to(step);
+        }
+        Ok(gpu.counters().verified)
+    };
+    equal(&[STEPS], &[run().map_err(|error| error.to_string())?])
 }
 
 /// Steps of random tables on both devices: rows in and out of order, out of range, of ended slots, in others' blocks; or of one

@@ -10,6 +10,8 @@ pub struct Counters {
     pub launches: u64,
     /// Steps recorded: of all keys before the first request, and none after it.
     pub graphs: u64,
+    /// Recorded steps that ran eagerly as well and were compared (`verify_replay`).
+    pub verified: u64,
     /// Recorded steps replayed.
     pub graph_launches: u64,
     /// Kernels of the steps that were replayed.
@@ -39,6 +41,7 @@ impl std::ops::Sub for Counters {
         Counters {
             launches: self.launches - before.launches,
             graphs: self.graphs - before.graphs,
+            verified: self.verified - before.verified,
             graph_launches: self.graph_launches - before.graph_launches,
             graph_kernels: self.graph_kernels - before.graph_kernels,
             allocs: self.allocs - before.allocs,

@@ -15,6 +15,7 @@ mod stages;
 mod stages_v4;
 mod state;
 mod trace;
+mod twice;
 mod upload;
 
 use std::collections::HashMap;
@@ -141,13 +142,15 @@ pub struct CudaOptions {
     pub late: bool,
     /// Wait behind every launch, so that a fault names its kernel.
     pub blame: bool,
+    /// Run every step that is replayed eagerly first, and compare what the two leave. Takes all that steps write once more.
+    pub verify: bool,
     /// For tests of faults: a sequence of this seed makes a kernel trap when it is admitted.
     pub trap_seed: Option<u64>,
 }
 
 impl Default for CudaOptions {
     fn default() -> Self {
-        CudaOptions { ordinal: 0, capture: true, late: true, blame: false, trap_seed: None }
+        CudaOptions { ordinal: 0, capture: true, late: true, blame: false, verify: false, trap_seed: None }
     }
 }
 
@@ -186,6 +189,9 @@ pub struct Cuda {
     options: CudaOptions,
     pub(crate) counters: Counters,
     memory: MemoryTable,
+    /// What steps write, but for the state.
+    regions: Vec<twice::Region>,
+    saved: Option<twice::Saved>,
     current: Option<ThreadId>,
     trace: Option<trace::Trace>,
     /// Pinned memory of uploads, until `finish`.
@@ -228,6 +234,8 @@ impl Cuda {
             options,
             counters: Counters::default(),
             memory: MemoryTable::default(),
+            regions: Vec::new(),
+            saved: None,
             current: None,
             trace: None,
             chute: None,
@@ -348,6 +356,9 @@ impl Cuda {
         let bytes = len.saturating_mul(size_of::<T>());
         let at = alloc_zeroed(&self.driver, name, bytes)?;
         self.memory.add(name, class, bytes as u64);
+        if class != MemoryClass::Weights {
+            self.regions.push(twice::Region { name: name.to_owned(), class, at, bytes, timeless: bytes });
+        }
         Ok(CudaBuf { at, len, driver: self.driver.clone(), _element: PhantomData })
     }
 
@@ -481,6 +492,18 @@ impl Cuda {
         self.launch(kernel!("step_trap"), Grid::new(1, 1), &[])
     }
 
+    /// Replays a recorded step.
+    fn replay(&mut self, key: StepKey) -> Result<()> {
+        let recorded = &self.graphs[&key];
+        self.counters.graph_launches += 1;
+        self.counters.graph_kernels += recorded.graph.nodes as u64;
+        self.counters.weight_bytes += recorded.weight_bytes;
+        if let Some(trace) = &mut self.trace {
+            trace.replay(key, self.counters.weight_bytes);
+        }
+        self.driver.replay(&recorded.graph)
+    }
+
     fn check_key(&mut self, key: StepKey) -> Result<()> {
         let most = self.limits.heads;
         let state = self.state();
@@ -566,14 +589,11 @@ impl Steps for Cuda {
                 }
                 self.record(key, body)?;
             }
-            let recorded = &self.graphs[&key];
-            self.counters.graph_launches += 1;
-            self.counters.graph_kernels += recorded.graph.nodes as u64;
-            self.counters.weight_bytes += recorded.weight_bytes;
-            if let Some(trace) = &mut self.trace {
-                trace.replay(key, self.counters.weight_bytes);
+            if self.options.verify {
+                self.step_twice(key, body)?;
+            } else {
+                self.replay(key)?;
             }
-            self.driver.replay(&recorded.graph)?;
         } else {
             self.enqueue(key, body)?;
         }

@@ -257,6 +257,15 @@ impl Default for Landed {
     }
 }
 
+impl Landed {
+    /// As far as it is valid, printed: NaN equals NaN, and other numbers are equal where their bits are.
+    pub fn told(&self) -> String {
+        let Landed { slot, flags, logprob, .. } = *self;
+        let (tokens, n) = (&self.tokens[..self.n_tokens as usize], self.n_top as usize);
+        format!("slot {slot} {tokens:?} {flags:#x} {logprob} {:?} {:?}", &self.top_ids[..n], &self.top_logprobs[..n])
+    }
+}
+
 /// Bits of [`Landed::flags`].
 pub mod landed_flags {
     /// The sequence ended on one of its stop ids; the id is the last of `tokens`.

@@ -136,7 +136,7 @@ settings! {
     default_max_tokens: u32 = 8192, Kind::Int(1, 1 << 20);
     Engine: /// Record steps once and replay them
     capture: Switch = Switch::On, Kind::Choice(Switch::CHOICES);
-    Engine: /// Before serving, compare every recorded step with the same step run eagerly, bit for bit; off: a few of one row
+    Engine: /// Run every recorded step eagerly too and compare all that it leaves, bit for bit; off: before serving, those of one row
     verify_replay: Switch = Switch::Off, Kind::Choice(Switch::CHOICES);
     Engine: /// Wait for the GPU behind every kernel, so that a fault names the one that it came in
     blame: Switch = Switch::Off, Kind::Choice(Switch::CHOICES);

@@ -276,7 +276,7 @@ pub struct Running {
 pub fn load(described: &Described, config: &Config, limits: &Limits) -> Result<Box<dyn DeviceLoop>, OpenError> {
     warn_of_idle(described, config);
     let (file, model) = (&described.file, &described.config);
-    let need = Need::new(&Plan::new(file, model, limits, threads(config), limits.context)?, config.device);
+    let need = Need::new(&Plan::new(file, model, limits, threads(config), limits.context)?, config);
     Ok(match config.device {
         Device::Cpu => {
             need.fits_machine()?;
@@ -313,6 +313,7 @@ fn cuda_options(config: &Config) -> Result<CudaOptions, OpenError> {
         capture: config.capture.is_on(),
         late: true,
         blame: config.blame.is_on(),
+        verify: config.verify_replay.is_on(),
         trap_seed: trap_seed(env::var_os(TRAP_SEED))?,
     })
 }
@@ -355,7 +356,7 @@ pub fn start_engine(described: &Described, config: &Config, sizes: Sizes) -> Res
     let limits = described.limits(config, sizes)?;
     let vocab = u32::try_from(described.config.shape().vocab).unwrap_or(u32::MAX);
     let (file, model, set_up) = (described.file.clone(), described.to_load(config), engine_config(config, &limits));
-    let need = Need::new(&described.plan(config, sizes)?, config.device);
+    let need = Need::new(&described.plan(config, sizes)?, config);
     let started = match config.device {
         Device::Cpu => {
             need.fits_machine()?;

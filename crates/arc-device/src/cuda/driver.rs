@@ -326,6 +326,12 @@ impl Driver {
         check("cuMemcpyDtoHAsync", stage, unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.stream) })
     }
 
+    /// Copies within the device, in stream order.
+    pub fn copy_within(&self, to: u64, from: u64, bytes: usize, stage: &'static str) -> Result<()> {
+        // SAFETY: the caller owns both ranges.
+        check("cuMemcpyDtoDAsync", stage, unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.stream) })
+    }
+
     /// Waits for everything enqueued.
     pub fn synchronize(&self, stage: &'static str) -> Result<()> {
         // SAFETY: the stream is ours.

@@ -6,6 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::driver::{self, Driver};
+use super::twice::Region;
+use crate::MemoryClass;
 use crate::error::Result;
 use crate::ops::sample::SamplerParams;
 use crate::step::{
@@ -198,7 +200,7 @@ pub struct State {
     draft_view: StepView,
     limits: Limits,
     /// Device memory that this owns.
-    owned: Vec<u64>,
+    owned: Vec<Region>,
     /// Bytes of it.
     pub bytes: u64,
     staging: Staging,
@@ -228,35 +230,35 @@ impl State {
         let max_blocks = Limits::blocks_for(limits.context);
         let mut owned = Vec::new();
         let mut total = 0;
-        let mut device = |bytes: usize| -> Result<u64> {
+        let mut device = |name: &str, bytes: usize| -> Result<u64> {
             let at = super::alloc_zeroed(driver, "slots and ring", bytes)?;
-            owned.push(at);
+            owned.push(Region { name: name.to_owned(), class: MemoryClass::State, at, bytes, timeless: bytes });
             total += bytes as u64;
             Ok(at)
         };
         let largest = 4 * (limits.context + max_blocks + 2 * MAX_BIAS + SLOT_WORDS + 64);
         let staging = STAGING.max(2 * largest).max(4 * (limits.rows * size_of::<Row>() + vocab / 8));
-        let twin = device(staging)?;
+        let twin = device("staged changes", staging)?;
         let ring = Pinned::new(driver, limits.ring * limits.heads * size_of::<Landed>())?;
         let ring_clocks = Pinned::new(driver, limits.ring * size_of::<StepClocks>())?;
         let (head, fault_word) = (Pinned::new(driver, 64)?, Pinned::new(driver, 64)?);
         let kept = Pinned::new(driver, 4 * limits.heads * vocab)?;
         let view = StepView {
-            rows: device(limits.rows * size_of::<Row>())?,
-            infos: device(limits.rows * 32)?,
-            heads: device(limits.heads * 4)?,
-            counts: device(8)?,
-            slots: device(limits.slots * size_of::<Slot>())?,
-            blocks: device(limits.slots * max_blocks * 4)?,
-            writers: device(limits.blocks * 8)?,
-            landed: device(limits.heads * size_of::<Landed>())?,
-            drawn: device(limits.rows * 4)?,
-            from: device(limits.rows * 4)?,
-            bias_ids: device(limits.slots * MAX_BIAS * 4)?,
-            bias: device(limits.slots * MAX_BIAS * 4)?,
-            masks: device(limits.slots * vocab.div_ceil(32) * 4)?,
-            seen: device(limits.slots * vocab * 4)?,
-            progress: device(size_of::<Progress>())?,
+            rows: device("row table", limits.rows * size_of::<Row>())?,
+            infos: device("rows resolved", limits.rows * 32)?,
+            heads: device("head rows", limits.heads * 4)?,
+            counts: device("number of head rows", 8)?,
+            slots: device("slots", limits.slots * size_of::<Slot>())?,
+            blocks: device("block tables", limits.slots * max_blocks * 4)?,
+            writers: device("writers of blocks", limits.blocks * 8)?,
+            landed: device("what lands", limits.heads * size_of::<Landed>())?,
+            drawn: device("drawn tokens", limits.rows * 4)?,
+            from: device("rows drawn after", limits.rows * 4)?,
+            bias_ids: device("bias lists", limits.slots * MAX_BIAS * 4)?,
+            bias: device("bias", limits.slots * MAX_BIAS * 4)?,
+            masks: device("masks", limits.slots * vocab.div_ceil(32) * 4)?,
+            seen: device("tokens seen", limits.slots * vocab * 4)?,
+            progress: device("steps done", size_of::<Progress>())?,
             ring: ring.device,
             ring_clocks: ring_clocks.device,
             head: head.device,
@@ -271,13 +273,15 @@ impl State {
             part: 0,
         };
         let draft_view = StepView {
-            rows: device(limits.rows * size_of::<Row>())?,
-            infos: device(limits.rows * 32)?,
-            heads: device(limits.rows * 4)?,
-            counts: device(8)?,
-            landed: device(limits.rows * size_of::<Landed>())?,
+            rows: device("drafts' row table", limits.rows * size_of::<Row>())?,
+            infos: device("drafts' rows resolved", limits.rows * 32)?,
+            heads: device("drafts' head rows", limits.rows * 4)?,
+            counts: device("number of drafts' head rows", 8)?,
+            landed: device("what lands of drafts", limits.rows * size_of::<Landed>())?,
             ..view
         };
+        let progress = owned.iter_mut().find(|region| region.at == view.progress).expect("just taken");
+        progress.timeless = std::mem::offset_of!(Progress, now);
         let staging = Staging {
             pinned: Pinned::new(driver, staging)?,
             twin,
@@ -315,6 +319,11 @@ impl State {
     /// What stages see while they run over the draft rows.
     pub fn draft_view(&self, part: Part) -> StepView {
         StepView { part: part as u32, ..self.draft_view }
+    }
+
+    /// The device memory of all of it.
+    pub fn regions(&self) -> impl Iterator<Item = Region> + '_ {
+        self.owned.iter().cloned()
     }
 
     /// Device address of the word that [`Blob`] numbers are stored to.
@@ -484,9 +493,9 @@ impl State {
 impl Drop for State {
     fn drop(&mut self) {
         let _ = self.driver.synchronize("drop");
-        for &at in &self.owned {
+        for region in &self.owned {
             // SAFETY: allocated in `new`, freed once; `self.driver` keeps the context.
-            unsafe { self.driver.free(at) };
+            unsafe { self.driver.free(region.at) };
         }
         let pinned = [&self.ring, &self.ring_clocks, &self.head, &self.fault_word, &self.kept];
         for pinned in pinned.into_iter().chain([&self.staging.pinned, &self.staging.applied]) {

@@ -496,6 +496,22 @@ extern "C" __global__ void __launch_bounds__(256) step_gather(float* to, const f
     }
 }
 
+// Adds to `sum` what tells memory from other memory: a sum of its words, each mixed with its place.
+extern "C" __global__ void __launch_bounds__(256) step_sum(const uint8_t* from, uint64_t bytes, unsigned long long* sum) {
+    auto mixed = [](uint64_t place, uint32_t word) {
+        uint64_t x = (place << 32 ^ word) * 0x9e3779b97f4a7c15ull;
+        x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
+        return x ^ x >> 27;
+    };
+    const uint64_t words = bytes / 4, first = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    unsigned long long own = 0;
+    for (uint64_t i = first; i < words; i += (uint64_t)gridDim.x * blockDim.x) {
+        own += mixed(i, __ldcg(reinterpret_cast<const uint32_t*>(from) + i));
+    }
+    if (first < bytes % 4) own += mixed(words + first, from[4 * words + first]);
+    atomicAdd(sum, own);
+}
+
 // Tells the host that everything before has run.
 extern "C" __global__ void step_signal(uint64_t* at, uint64_t value) {
     pdl_wait();

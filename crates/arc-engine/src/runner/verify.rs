@@ -4,7 +4,7 @@
 use arc_device::error::{DeviceError, Fault, Result};
 use arc_device::ops::sample::SamplerConfig;
 use arc_device::step::{
-    BLOCK_TOKENS, CtxClass, Landed, Limits, Part, Row, SlotInit, StepDelta, StepKey, TOKEN_OF_SLOT, row_flags,
+    BLOCK_TOKENS, CtxClass, Limits, Part, Row, SlotInit, StepDelta, StepKey, TOKEN_OF_SLOT, row_flags,
 };
 use arc_device::{DeviceLoop, Landing, Steps, StreamState};
 
@@ -54,7 +54,7 @@ impl<D: Steps> Runner<D> {
             } else {
                 self.part(StepKey { part: Part::Sample, ..key }, false)?;
             }
-            left.extend((0..made_up.heads as usize).map(|h| told(&self.landed(self.head(), h))));
+            left.extend((0..made_up.heads as usize).map(|h| self.landed(self.head(), h).told()));
         }
         // Reads what the steps wrote.
         let probe = Row { flags: row_flags::HEAD, token: 1, ..Row::default() };
@@ -93,12 +93,6 @@ impl<D: Steps> Runner<D> {
         }
         Ok(())
     }
-}
-
-fn told(landed: &Landed) -> String {
-    let Landed { slot, flags, logprob, .. } = *landed;
-    let (tokens, n) = (&landed.tokens[..landed.n_tokens as usize], landed.n_top as usize);
-    format!("slot {slot} {tokens:?} {flags:#x} {logprob} {:?} {:?}", &landed.top_ids[..n], &landed.top_logprobs[..n])
 }
 
 /// Sequences and rows that fill a step of a key.

@@ -394,6 +394,7 @@ fn step_json(steps: &[StepRecord]) -> Value {
             "steps": steps.len(),
             "launches": all(|s| s.counted.launches),
             "graphs": all(|s| s.counted.graphs),
+            "verified": all(|s| s.counted.verified),
             "graph_launches": all(|s| s.counted.graph_launches),
             "allocs": all(|s| s.counted.allocs),
             "frees": all(|s| s.counted.frees),

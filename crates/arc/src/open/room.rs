@@ -6,7 +6,7 @@ use arc_device::{MemoryClass, cpu};
 use arc_engine::model::Plan;
 
 use super::OpenError;
-use crate::config::Device;
+use crate::config::{Config, Device};
 
 /// Bytes that a model takes, from its headers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,13 +25,16 @@ pub struct NoRoom {
 
 impl Need {
     /// Of a plan. The work space of a step is planned for the CPU alone, so on a GPU this is the least that it can be.
-    pub(super) fn new(plan: &Plan, device: Device) -> Need {
+    pub(super) fn new(plan: &Plan, config: &Config) -> Need {
         let bytes = |class| plan.memory.class_bytes(class);
-        let work = match device {
+        let (device, state) = (config.device, bytes(MemoryClass::State));
+        let more = match device {
             Device::Cpu => bytes(MemoryClass::Workspace),
+            // A copy of all that steps write.
+            Device::Cuda if config.verify_replay.is_on() => state,
             Device::Cuda => 0,
         };
-        Need { device, weights: bytes(MemoryClass::Weights), rest: bytes(MemoryClass::State).saturating_add(work) }
+        Need { device, weights: bytes(MemoryClass::Weights), rest: state.saturating_add(more) }
     }
 
     /// Errors: it is more than `free` bytes.

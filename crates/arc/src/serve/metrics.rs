@@ -144,6 +144,7 @@ fn device_lines(page: &mut Page, counters: &Counters) {
     let Counters {
         launches,
         graphs,
+        verified,
         graph_launches,
         graph_kernels,
         allocs,
@@ -158,6 +159,7 @@ fn device_lines(page: &mut Page, counters: &Counters) {
     let mut count = |name, help, n| page.one(name, "counter", help, n);
     count("arc_launches_total", "Stages run, or kernels launched outside recorded steps", launches);
     count("arc_graphs_recorded_total", "Steps recorded: all before the first request", graphs);
+    count("arc_steps_verified_total", "Recorded steps that ran eagerly as well and left the same", verified);
     count("arc_graph_launches_total", "Recorded steps replayed", graph_launches);
     count("arc_graph_kernels_total", "Kernels of the recorded steps that were replayed", graph_kernels);
     count("arc_allocations_total", "Device buffers allocated", allocs);
