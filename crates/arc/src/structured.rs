@@ -1,4 +1,5 @@
-//! Structured outputs: answers that are JSON of a schema, by masks of the tokens that may come next.
+//! Structured outputs: answers that are JSON of a schema, or calls of tools whose arguments are, by masks of the tokens that may come
+//! next.
 //!
 //! The grammar is `llguidance`'s. Schemas are a stranger's: they are compiled on a deep stack of their own within a deadline (chains
 //! of `$ref` nest as deep as they are long), under the library's limits on work and size and [`check`]'s on what these do not see, and
@@ -16,6 +17,7 @@ use llguidance::toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
 use serde_json::{Value, json};
 
+use crate::text::deepseek_v4::{MustCall, must_call};
 use crate::text::{DeepStackError, DeepStacks, Tokenizer};
 
 /// Largest schema, in bytes of its JSON.
@@ -111,7 +113,7 @@ impl Grammars {
     }
 
     /// The grammar of the JSON that a schema describes. `vocab`: logits of the model, at least the tokenizer's tokens.
-    pub fn compile(&self, schema: &str, vocab: u32) -> Result<Grammar, SchemaError> {
+    pub fn json(&self, schema: &str, vocab: u32) -> Result<Grammar, SchemaError> {
         if schema.len() > MAX_SCHEMA_BYTES {
             return Err(SchemaError::TooLarge { bytes: schema.len() });
         }
@@ -122,7 +124,30 @@ impl Grammars {
             schema = json!({});
         }
         let fields = schema.as_object_mut().ok_or_else(|| SchemaError::Refused("a schema is an object".to_owned()))?;
-        fields.insert("x-guidance".into(), json!({"whitespace_pattern": "[ \\t\\n]{0,40}", "coerce_one_of": true}));
+        fields.insert("x-guidance".into(), self::format());
+        self.compile(in_use, vocab, move || TopLevelGrammar::from_json_schema(schema))
+    }
+
+    /// The grammar of a call of one of `tools`, or of `several`, in the format of DeepSeek-V4.
+    pub fn calls(&self, tools: &[MustCall], several: bool, vocab: u32) -> Result<Grammar, SchemaError> {
+        tools.iter().try_for_each(|tool| check(&Value::Object(tool.parameters.clone())))?;
+        let lark = must_call(tools, several, &self::format(), MAX_SCHEMA_BYTES).ok_or_else(|| {
+            let why = format!(
+                "schemas of tools, with the definitions that they refer to, have {MAX_SCHEMA_BYTES} bytes at most"
+            );
+            SchemaError::Refused(why)
+        })?;
+        let in_use = InUse::new(lark.len(), &self.in_use)?;
+        self.compile(in_use, vocab, move || TopLevelGrammar::from_lark(lark))
+    }
+
+    /// Makes a grammar, and looks whether anything satisfies it.
+    fn compile(
+        &self,
+        in_use: InUse,
+        vocab: u32,
+        grammar: impl FnOnce() -> TopLevelGrammar + Send + 'static,
+    ) -> Result<Grammar, SchemaError> {
         if self.factory.get().is_none() {
             let (tokenizer, factory) = (self.tokenizer.clone(), self.factory.clone());
             let index = move || {
@@ -133,7 +158,7 @@ impl Grammars {
         let factory = self.factory.clone();
         self.threads.run(DEADLINE, move || {
             let factory = factory.get().expect("made before").as_ref().map_err(|e| SchemaError::Failed(e.clone()))?;
-            let parser = factory.create_parser(TopLevelGrammar::from_json_schema(schema));
+            let parser = factory.create_parser(grammar());
             let matcher = Matcher::new(parser.map_err(|e| e.to_string()).map_err(anyhow::Error::msg));
             if let Some(error) = matcher.get_error() {
                 return Err(refusal(&error));
@@ -163,6 +188,11 @@ impl From<DeepStackError> for SchemaError {
             DeepStackError::Panicked | DeepStackError::Thread(_) => SchemaError::Failed(error.to_string()),
         }
     }
+}
+
+/// How JSON is written, as the library is told in a schema.
+fn format() -> Value {
+    json!({"whitespace_pattern": "[ \\t\\n]{0,40}", "coerce_one_of": true})
 }
 
 /// What the library's limits on work do not see.
@@ -249,7 +279,7 @@ fn factory(tokenizer: &Tokenizer, vocab: u32) -> Result<ParserFactory, String> {
     Ok(factory)
 }
 
-/// A compiled schema. Each sequence has a mask of its own, which is made when it is first asked: those that wait take no memory.
+/// A compiled schema, or tools. Each sequence has a mask of its own, which is made when it is first asked: those that wait take no memory.
 pub struct Grammar {
     compiled: Arc<Compiled>,
 }

@@ -65,7 +65,7 @@ fn whatever_is_drawn_is_json_of_the_schema() {
         "$defs": {"pair": {"type": "object", "properties": {"x": {"type": "integer", "maximum": 99, "minimum": 0}},
                            "required": ["x"], "additionalProperties": false}}
     });
-    let grammar = grammars.compile(&schema.to_string(), VOCAB).expect("a good schema");
+    let grammar = grammars.json(&schema.to_string(), VOCAB).expect("a good schema");
     let (mut notes, mut pairs) = (0, 0);
     for seed in 0..60 {
         let text = draw(&tokenizer, &mut *grammar.mask(None), seed);
@@ -86,7 +86,7 @@ fn whatever_is_drawn_is_json_of_the_schema() {
 fn reasoning_comes_first_and_is_free() {
     let tokenizer = tokenizer();
     let grammars = Grammars::new(tokenizer.clone());
-    let grammar = grammars.compile(r#"{"const": 7}"#, VOCAB).expect("a good schema");
+    let grammar = grammars.json(r#"{"const": 7}"#, VOCAB).expect("a good schema");
     let end = tokenizer.encode("#", arc::text::Special::Text)[0];
     let mut mask = grammar.mask(Some(end));
     for id in [5, 900, 40_000] {
@@ -107,7 +107,7 @@ fn hostile_schemas_are_refused_or_bounded() {
         {"type": "object", "properties": {format!("a{i}"): {"type": "string"}}, "required": [format!("a{i}")]},
         {"type": "object", "properties": {format!("b{i}"): {"type": "string"}}, "required": [format!("b{i}")]},
     ]})).collect::<Vec<_>>()});
-    match grammars.compile(&panics.to_string(), VOCAB) {
+    match grammars.json(&panics.to_string(), VOCAB) {
         Ok(_) => {}
         Err(error) => assert!(error.to_string().len() < 400 && !error.to_string().contains(".rs"), "{error}"),
     }
@@ -128,11 +128,11 @@ fn hostile_schemas_are_refused_or_bounded() {
         (format!("{}1{}", r#"{"items":"#.repeat(200), "}".repeat(200)), "recursion limit"),
     ];
     for (schema, says) in refused {
-        let error = grammars.compile(&schema, VOCAB).expect_err(&schema);
+        let error = grammars.json(&schema, VOCAB).expect_err(&schema);
         assert!(matches!(error, SchemaError::Refused(_)) && error.to_string().contains(says), "{schema}: {error}");
     }
     let large = json!({"const": "x".repeat(MAX_SCHEMA_BYTES)}).to_string();
-    assert!(matches!(grammars.compile(&large, VOCAB), Err(SchemaError::TooLarge { .. })));
+    assert!(matches!(grammars.json(&large, VOCAB), Err(SchemaError::TooLarge { .. })));
 
     let chain = |n: usize| {
         let link =
@@ -153,12 +153,12 @@ fn hostile_schemas_are_refused_or_bounded() {
         assert!(schema.len() <= MAX_SCHEMA_BYTES);
         let began = Instant::now();
         // Taken or refused: no process dies, and it comes back.
-        let _ = grammars.compile(&schema, VOCAB);
+        let _ = grammars.json(&schema, VOCAB);
         assert!(began.elapsed() < Duration::from_secs(20), "{}...", &schema[..60]);
     }
     // One that is late on a busy machine ends.
     let began = Instant::now();
-    while matches!(grammars.compile("{}", VOCAB), Err(SchemaError::Busy)) {
+    while matches!(grammars.json("{}", VOCAB), Err(SchemaError::Busy)) {
         assert!(began.elapsed() < Duration::from_secs(60), "compilers that do not end");
         std::thread::sleep(Duration::from_millis(50));
     }
@@ -168,9 +168,9 @@ fn hostile_schemas_are_refused_or_bounded() {
         multiple(json!(1e9)),
         json!({"oneOf": [{"const": 1}, {"const": 2}]}).to_string(),
     ] {
-        assert!(grammars.compile(&schema, VOCAB).is_ok(), "{schema}");
+        assert!(grammars.json(&schema, VOCAB).is_ok(), "{schema}");
     }
-    assert!(grammars.compile("{}", VOCAB).is_ok(), "the next is as good as ever");
+    assert!(grammars.json("{}", VOCAB).is_ok(), "the next is as good as ever");
 }
 
 #[test]
@@ -204,7 +204,7 @@ fn damaged_schemas_are_refused_or_compile() {
             }
         }
         let text = String::from_utf8_lossy(&bytes);
-        match grammars.compile(&text, VOCAB) {
+        match grammars.json(&text, VOCAB) {
             Ok(_) => compiled += 1,
             Err(SchemaError::Refused(why)) => {
                 assert!(!why.is_empty() && why.len() < 2_000 && !why.contains("panic"), "{text}: {why}");
@@ -223,10 +223,10 @@ fn schemas_in_use_are_bounded_together() {
     let most = MAX_SCHEMA_BYTES_IN_USE / schema.len();
     let mut masks = Vec::new();
     for _ in 0..most {
-        masks.push(grammars.compile(&schema, VOCAB).expect("there is room").mask(None));
+        masks.push(grammars.json(&schema, VOCAB).expect("there is room").mask(None));
     }
-    assert!(matches!(grammars.compile(&schema, VOCAB), Err(SchemaError::Busy)));
-    assert!(grammars.compile("{}", VOCAB).is_ok(), "a small one has room");
+    assert!(matches!(grammars.json(&schema, VOCAB), Err(SchemaError::Busy)));
+    assert!(grammars.json("{}", VOCAB).is_ok(), "a small one has room");
     masks.pop();
-    assert!(grammars.compile(&schema, VOCAB).is_ok(), "what has ended makes room");
+    assert!(grammars.json(&schema, VOCAB).is_ok(), "what has ended makes room");
 }

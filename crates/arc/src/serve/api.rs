@@ -128,9 +128,9 @@ with_shared_fields!(request_struct! {
         response_format: Object<ResponseFormat>,
         /// What the model may call, where its chat format is known.
         tools: Vec<Box<RawValue>>,
-        /// Only `"none"` and `"auto"`.
+        /// Whether the model calls tools: `"none"`, `"auto"`, `"required"`, or the one that it calls.
         tool_choice: Value,
-        /// Without tools it says nothing.
+        /// Whether there may be several calls, where there has to be one.
         parallel_tool_calls: bool,
         /// Not supported.
         functions: Value,

@@ -2,7 +2,8 @@
 
 use arc_device::ops::sample::{DryConfig, SamplerConfig};
 use arc_engine::request::Request;
-use serde_json::value::RawValue;
+use serde::Deserialize;
+use serde_json::{Map, Value, value::RawValue};
 
 use super::{
     App,
@@ -18,7 +19,7 @@ use crate::{
     structured::SchemaError,
     text::{
         Special, StopMatcher,
-        deepseek_v4::{AnswerFormat, EncodeError},
+        deepseek_v4::{AnswerFormat, EncodeError, MustCall},
     },
 };
 
@@ -88,13 +89,11 @@ pub fn chat(app: &App, body: &[u8]) -> Result<Job, ApiError> {
             return Err(ApiError::unsupported(param));
         }
     }
-    if request.tool_choice.as_ref().is_some_and(|t| t == "none") {
+    let choice = tool_choice(request.tool_choice)?;
+    if choice == ToolChoice::None {
         tools.clear();
     }
-    if !says_nothing(&request.tool_choice) && !request.tool_choice.as_ref().is_some_and(|t| t == "none" || t == "auto")
-    {
-        return Err(ApiError::unsupported("tool_choice"));
-    }
+    let calls = must_call(&choice, &tools)?;
     if request.modalities.as_ref().is_some_and(|m| m.iter().any(|m| m != "text")) {
         return Err(ApiError::unsupported("modalities"));
     }
@@ -103,11 +102,12 @@ pub fn chat(app: &App, body: &[u8]) -> Result<Job, ApiError> {
         let message = "an answer is JSON of response_format or may call tools: leave one of them out";
         return Err(ApiError::field("response_format", message));
     }
+    let described = if schema.is_some() { "response_format" } else { "tool_choice" };
     for (param, asked) in
         [("ignore_eos", shared.ignore_eos == Some(true)), ("min_tokens", shared.min_tokens.is_some_and(|n| n > 0))]
     {
-        if schema.is_some() && asked {
-            let message = format!("what response_format describes ends where it ends: leave {param} out");
+        if (schema.is_some() || calls.is_some()) && asked {
+            let message = format!("what {described} describes ends where it ends: leave {param} out");
             return Err(ApiError::field(param, message));
         }
     }
@@ -150,19 +150,92 @@ pub fn chat(app: &App, body: &[u8]) -> Result<Job, ApiError> {
         _ => ApiError::field("messages", e.to_string()),
     })?;
     let mut job = common.job(app, Kind::Chat, vec![(prompt.ids, None)], None)?;
-    if let Some(schema) = schema {
-        let grammar =
-            app.text.grammars().compile(schema.text(), app.backend.limits().vocab).map_err(|error| match error {
-                SchemaError::Failed(_) => ApiError::failed(error.to_string()),
-                SchemaError::Busy => ApiError::overloaded(1),
-                _ => ApiError::field("response_format", format!("response_format: {error}")),
-            })?;
+    let (grammars, vocab) = (app.text.grammars(), app.backend.limits().vocab);
+    let grammar = match (schema, calls) {
+        (Some(schema), _) => Some((grammars.json(schema.text(), vocab), "response_format")),
+        (None, Some(calls)) => {
+            let several = choice == ToolChoice::Required && request.parallel_tool_calls != Some(false);
+            Some((grammars.calls(&calls, several, vocab), "tools"))
+        }
+        (None, None) => None,
+    };
+    if let Some((grammar, param)) = grammar {
+        let grammar = grammar.map_err(|error| match error {
+            SchemaError::Failed(_) => ApiError::failed(error.to_string()),
+            SchemaError::Busy => ApiError::overloaded(1),
+            _ => ApiError::field(param, format!("{param}: {error}")),
+        })?;
         for choice in &mut job.choices {
             choice.request.grammar =
                 Some(grammar.mask(prompt.answer.and_then(|answer| answer.behind(app.text.tokenizer()))));
         }
     }
     Ok(Job { answer: prompt.answer, ..job })
+}
+
+/// Which tools the model calls.
+#[derive(Debug, PartialEq, Eq)]
+enum ToolChoice {
+    None,
+    Auto,
+    Required,
+    /// Once.
+    One(String),
+}
+
+fn tool_choice(choice: Option<Value>) -> Result<ToolChoice, ApiError> {
+    if says_nothing(&choice) {
+        return Ok(ToolChoice::Auto);
+    }
+    let choice = choice.unwrap_or_default();
+    match (choice.as_str(), choice["type"].as_str(), choice["function"]["name"].as_str()) {
+        (Some("none"), ..) => Ok(ToolChoice::None),
+        (Some("auto"), ..) => Ok(ToolChoice::Auto),
+        (Some("required"), ..) => Ok(ToolChoice::Required),
+        (None, Some("function"), Some(name)) => Ok(ToolChoice::One(name.to_owned())),
+        _ => {
+            let message = "tool_choice must be \"none\", \"auto\", \"required\" or \
+                           {\"type\": \"function\", \"function\": {\"name\": ...}}";
+            Err(ApiError::field("tool_choice", message))
+        }
+    }
+}
+
+/// The tools one of which has to be called, if one has to.
+fn must_call(choice: &ToolChoice, tools: &[Box<RawValue>]) -> Result<Option<Vec<MustCall>>, ApiError> {
+    #[derive(Deserialize)]
+    struct Tool {
+        function: Function,
+    }
+    #[derive(Deserialize)]
+    struct Function {
+        name: String,
+        parameters: Option<Map<String, Value>>,
+    }
+    let name = match choice {
+        ToolChoice::None | ToolChoice::Auto => return Ok(None),
+        ToolChoice::Required => None,
+        ToolChoice::One(name) => Some(name),
+    };
+    let mut calls = Vec::new();
+    for (i, tool) in tools.iter().enumerate() {
+        let tool: Tool = serde_json::from_str(tool.get()).map_err(|e| {
+            let message = format!("tools[{i}] has no name or no parameters that are an object: {e}");
+            ApiError::field(format!("tools[{i}]"), message)
+        })?;
+        let Function { name: of, parameters } = tool.function;
+        if name.is_none_or(|name| *name == of) {
+            calls.push(MustCall { name: of, parameters: parameters.unwrap_or_default() });
+        }
+    }
+    match (calls.is_empty(), name) {
+        (false, _) => Ok(Some(calls)),
+        (true, Some(name)) => {
+            let name: String = name.chars().take(50).collect();
+            Err(ApiError::field("tool_choice", format!("tool_choice names {name:?}, which is not among tools")))
+        }
+        (true, None) => Err(ApiError::field("tool_choice", "tool_choice is \"required\", but there are no tools")),
+    }
 }
 
 /// What an answer follows.

@@ -14,12 +14,14 @@ mod answer;
 mod encode;
 mod json;
 mod message;
+mod must_call;
 mod parse;
 mod words;
 
 pub use answer::{AnswerEvent, Call, ParsedAnswer};
 pub use encode::{EncodeError, Prompt, render};
 pub use message::{Effort, Function, Message, Options, Profile, Role, Task, Thinking, ToolCall};
+pub use must_call::{MustCall, must_call};
 pub use parse::{AnswerFormat, AnswerParser};
 pub use words::{ASSISTANT, BOS, DSML, END_THINK, EOS, LATEST_REMINDER, THINK, USER};
 

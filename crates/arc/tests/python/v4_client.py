@@ -62,6 +62,28 @@ def main(base, tokenizer):
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Graz"}'}}
     history = [*question, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c1", "content": "12 C"}]
     check(ask(messages=history, tools=[tool]).usage.completion_tokens > 0, "a result is answered")
+
+    # A call that has to be, with and without reasoning before it, whole and streamed.
+    place = {"city": {"enum": ["Graz", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": place, "required": list(place)}}}
+        for name in ["weather", "news"]
+    ]
+    ends = {"reasoning_effort": "low", "logit_bias": {str(end_think): 100}}
+    named = {"type": "function", "function": {"name": "news"}}
+    for more, choice in [({}, "required"), (ends, "required"), ({}, named), (ends, named)]:
+        asked = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 200, **more}
+        answer = ask(**asked).choices[0]
+        [call] = answer.message.tool_calls
+        check(answer.finish_reason == "tool_calls" and not answer.message.content, answer)
+        check(call.function.name in (["news"] if choice == named else ["weather", "news"]), call.function.name)
+        arguments = json.loads(call.function.arguments)
+        check(arguments["city"] in place["city"]["enum"] and 1 <= arguments["days"] <= 9, arguments)
+        pieces = [c.choices[0].delta.tool_calls for c in ask(stream=True, **asked) if c.choices]
+        streamed = "".join(p.function.arguments or "" for piece in pieces for p in piece or [])
+        check(json.loads(streamed) == arguments, "the same call streamed")
+    refused(lambda: ask(tools=tools, tool_choice={"type": "function", "function": {"name": "x"}}), openai.BadRequestError,
+            "a tool that is not there", "tool_choice")
     refused(lambda: ask(tools=[tool], response_format=form), openai.BadRequestError, "tools and a schema", "response_format")
 
     # Strangers of all lengths, side by side: each has the answer that it has alone.
