@@ -383,6 +383,12 @@ pub trait DeviceLoop: Landing {
     fn max_drafts(&self) -> u32 {
         0
     }
+
+    /// Whether what a slot holds of a sequence is good up to any of its positions, and not only up to the last: nothing is written
+    /// over what an earlier position needs.
+    fn rewinds(&self) -> bool {
+        false
+    }
 }
 
 /// Blocking reads. For the loader and tests; never for the decode loop.

@@ -148,6 +148,11 @@ impl<L: DeviceLoop> Burst<L> {
         self.dev.max_drafts()
     }
 
+    /// See [`DeviceLoop::rewinds`].
+    pub fn rewinds(&self) -> bool {
+        self.dev.rewinds()
+    }
+
     /// Everything that was counted.
     pub fn counters(&self) -> Counters {
         self.dev.counters()

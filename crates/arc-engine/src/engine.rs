@@ -48,11 +48,13 @@ pub struct Switches {
     pub device_loop: bool,
     /// Who draws.
     pub sample_on: SampleOn,
+    /// Keep what sequences leave in their slots, for prompts that begin the same.
+    pub prefix_cache: bool,
 }
 
 impl Default for Switches {
     fn default() -> Self {
-        Switches { device_loop: true, sample_on: SampleOn::Device }
+        Switches { device_loop: true, sample_on: SampleOn::Device, prefix_cache: false }
     }
 }
 

@@ -180,6 +180,11 @@ impl<D: OpsV4> Model<D> {
         dev.commit(key.rows as usize, key.heads as usize)
     }
 
+    /// See [`arc_device::DeviceLoop::rewinds`]: windows and the rings of compressors are written over.
+    pub fn rewinds(&self) -> bool {
+        matches!(self, Model::Decoder(_))
+    }
+
     /// Whether it was loaded with a draft block.
     pub fn can_draft(&self) -> bool {
         match self {

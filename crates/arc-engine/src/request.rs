@@ -309,6 +309,8 @@ pub struct Finished {
     pub error: Option<String>,
     /// Prompt tokens.
     pub prompt_tokens: u32,
+    /// Those of them that did not run, since a sequence before had left them.
+    pub cached_tokens: u32,
     /// Tokens emitted, the stop id included.
     pub output_tokens: u32,
     /// From submission to admission.

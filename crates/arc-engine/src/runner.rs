@@ -59,6 +59,10 @@ impl<D: Steps> DeviceLoop for Runner<D> {
     fn max_drafts(&self) -> u32 {
         if self.drafter.is_some() { MAX_DRAFTS as u32 } else { 0 }
     }
+
+    fn rewinds(&self) -> bool {
+        self.model.rewinds()
+    }
 }
 
 impl<D: Steps> Landing for Runner<D> {

@@ -9,6 +9,7 @@
 
 pub mod buckets;
 pub mod cost;
+pub mod kept;
 pub mod queue;
 pub mod speculation;
 
@@ -19,6 +20,7 @@ use arc_device::step::{CtxClass, Limits, Part, Row, StepKey, TOKEN_OF_SLOT, row_
 use crate::blocks::BlockManager;
 use crate::scheduler::buckets::Buckets;
 use crate::scheduler::cost::CostModel;
+use crate::scheduler::kept::{Kept, Prefixes};
 use crate::scheduler::speculation::{Others, Pace, Speculate, StepCosts};
 
 /// Rows of a chunk below which prefill would hardly move, however slow a step is.
@@ -42,6 +44,8 @@ pub struct SchedulerConfig {
     pub speculate: Speculate,
     /// The most that the device can make for a slot.
     pub max_drafts: u32,
+    /// What of an ended sequence may be used again.
+    pub prefixes: Prefixes,
 }
 
 /// A sequence that wants to start.
@@ -87,6 +91,10 @@ pub struct Place {
     pub generation: u32,
     /// Blocks in position order.
     pub blocks: Vec<u32>,
+    /// Tokens whose rows are there.
+    pub depth: u32,
+    /// Those of them that a sequence before left.
+    pub cached: u32,
 }
 
 /// One step as planned. Reused from step to step.
@@ -129,6 +137,7 @@ pub struct Scheduler {
     generations: Vec<u32>,
     running: Vec<Option<Running>>,
     free_slots: Vec<u16>,
+    kept: Kept,
     /// Slots in order of admission: the oldest prompt gets its rows first.
     order: Vec<u16>,
 }
@@ -188,27 +197,44 @@ impl Scheduler {
             running: (0..slots).map(|_| None).collect(),
             free_slots: (0..slots as u16).rev().collect(),
             order: Vec::with_capacity(slots),
+            kept: Kept::default(),
             config,
         }
     }
 
-    /// Blocks that a sequence could be admitted with now; `None` where no slot is free.
+    /// Blocks that a sequence could be admitted with now; `None` where no slot is free. What is kept is given up for it.
     pub fn admissible_blocks(&self) -> Option<usize> {
-        (!self.free_slots.is_empty()).then(|| self.blocks.free())
+        let slots = !self.free_slots.is_empty() || !self.kept.is_empty();
+        slots.then(|| self.blocks.free() + self.kept.blocks())
     }
 
-    /// Gives a sequence its slot and all the blocks that it will ever need; `None` where they are not free.
+    /// Gives a sequence its slot and all the blocks that it will ever need; `None` where they are not free. It goes on where a kept
+    /// sequence ends that its prompt begins with.
     pub fn admit(&mut self, want: Want) -> Option<Place> {
-        let slot = *self.free_slots.last()?;
-        let blocks = self.blocks.reserve(want.blocks())?;
-        self.free_slots.pop();
+        let need = want.blocks();
+        self.admissible_blocks().filter(|&free| need <= free)?;
+        let found = self.kept.take(&want, self.config.prefixes, self.free_slots.is_empty());
+        let (found, cached) = found.map_or((None, 0), |(left, cached)| (Some(left), cached));
+        let mut blocks = Vec::new();
+        let kept_slot = found.map(|left| {
+            blocks = left.blocks;
+            self.blocks.release(blocks.split_off(need.min(blocks.len())));
+            left.slot
+        });
+        while self.blocks.free() < need - blocks.len() || (kept_slot.is_none() && self.free_slots.is_empty()) {
+            let oldest = self.kept.pop().expect("what is kept has what is missing");
+            self.blocks.release(oldest.blocks);
+            self.free_slots.push(oldest.slot);
+        }
+        let slot = kept_slot.or_else(|| self.free_slots.pop()).expect("one is free");
+        blocks.extend(self.blocks.reserve(need - blocks.len()).expect("so many are free"));
         self.order.push(slot);
         let generation = self.generations[usize::from(slot)].wrapping_add(1);
         self.generations[usize::from(slot)] = generation;
-        let place = Place { slot, generation, blocks: blocks.clone() };
+        let pos = want.depth.max(cached);
+        let place = Place { slot, generation, blocks: blocks.clone(), depth: pos, cached };
         let speculate = if want.speculates { self.config.speculate } else { Speculate::Off };
         let pace = Pace::new(speculate, self.config.max_drafts);
-        let pos = want.depth;
         self.running[usize::from(slot)] = Some(Running { want, blocks, pos, out: 0, verifying: 0, asked: 0, pace });
         Some(place)
     }
@@ -219,6 +245,20 @@ impl Scheduler {
         self.blocks.release(running.blocks);
         self.order.retain(|&s| s != slot);
         self.free_slots.push(slot);
+    }
+
+    /// Ends a slot's sequence and keeps what it left there: the rows of `tokens`, until slot or blocks are wanted.
+    pub fn keep(&mut self, slot: u16, tokens: Vec<u32>) {
+        let running = self.running[usize::from(slot)].take().expect("a slot ends once");
+        self.order.retain(|&s| s != slot);
+        let mut blocks = running.blocks;
+        self.blocks.release(blocks.split_off(Limits::blocks_for(tokens.len())));
+        self.kept.push(kept::Left { slot, blocks, tokens, speculated: running.want.speculates });
+    }
+
+    /// Blocks of what is kept.
+    pub fn kept_blocks(&self) -> usize {
+        self.kept.blocks()
     }
 
     /// Takes in what a step took that made `drafts` drafts for a slot: up to its logits, and from there on. `None`: a

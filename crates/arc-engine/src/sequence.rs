@@ -32,6 +32,7 @@ impl Submission {
             reason,
             error,
             prompt_tokens: self.request.request().prompt.len() as u32,
+            cached_tokens: 0,
             output_tokens: 0,
             queue_us: micros(self.submitted, Instant::now()),
             prefill_us: 0,
@@ -46,6 +47,8 @@ pub(crate) struct Sequence {
     pub id: RequestId,
     pub place: Place,
     pub prompt: Arc<[u32]>,
+    /// Prompt and what was drawn, where its rows may be kept.
+    tokens: Option<Vec<u32>>,
     /// Where the host draws.
     pub host: Option<HostDraw>,
     pub matcher: MatcherState,
@@ -76,7 +79,14 @@ pub(crate) enum Taken {
 
 impl Sequence {
     /// A request that was given a place, and what its slot starts with.
-    pub fn admit(submission: Submission, place: Place, want: &Want, host: Option<HostDraw>) -> (Self, SlotInit) {
+    /// `keeps`: its rows may be of use after its end.
+    pub fn admit(
+        submission: Submission,
+        place: Place,
+        want: &Want,
+        host: Option<HostDraw>,
+        keeps: bool,
+    ) -> (Self, SlotInit) {
         let Submission { id, request, sink, submitted } = submission;
         let max_out = request.max_out();
         let mut request = request.into_request();
@@ -93,7 +103,7 @@ impl Sequence {
             sampling: request.sampling.clone(),
             blocks: place.blocks.clone(),
             penalty_prompt: if reads_prompt { want.prompt.to_vec() } else { Vec::new() },
-            pos: want.depth,
+            pos: place.depth,
             logprobs: request.logprobs,
             prompt_top: request.prompt_logprobs.unwrap_or(0),
         };
@@ -101,6 +111,11 @@ impl Sequence {
             id,
             place,
             prompt: want.prompt.clone(),
+            tokens: (keeps && max_out > 0).then(|| {
+                let mut tokens = Vec::with_capacity(want.prompt.len() + max_out as usize);
+                tokens.extend_from_slice(&want.prompt);
+                tokens
+            }),
             host,
             matcher: MatcherState::Absent,
             request,
@@ -162,6 +177,13 @@ impl Sequence {
         }
     }
 
+    /// The tokens whose rows are there, all but the last that was drawn; `None` where none was, or they are not kept.
+    pub fn kept(&mut self) -> Option<Vec<u32>> {
+        let mut tokens = self.tokens.take().filter(|_| self.n_out > 0)?;
+        tokens.pop();
+        Some(tokens)
+    }
+
     /// Whether it draws nothing.
     pub fn only_scores(&self) -> bool {
         self.max_out == 0
@@ -194,6 +216,9 @@ impl Sequence {
             self.first_token.get_or_insert(now);
             self.last_token = Some(now);
             self.n_out += 1;
+            if let Some(tokens) = &mut self.tokens {
+                tokens.push(id);
+            }
             if let Some(host) = &mut self.host {
                 host.push(id);
             }
@@ -245,6 +270,7 @@ impl Sequence {
             reason,
             error,
             prompt_tokens: self.prompt.len() as u32,
+            cached_tokens: self.place.cached,
             output_tokens: self.n_out,
             queue_us: micros(self.submitted, self.admitted),
             prefill_us: micros(self.admitted, first),

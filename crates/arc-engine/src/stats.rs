@@ -105,8 +105,12 @@ pub struct EngineStats {
     pub slots: usize,
     /// KV blocks held by sequences.
     pub kv_blocks_used: usize,
+    /// KV blocks of ended sequences that are kept until somebody needs them.
+    pub kv_blocks_kept: usize,
     /// KV blocks of the pool.
     pub kv_blocks_total: usize,
+    /// Prompt tokens that did not run, since a sequence before had left them.
+    pub cached_tokens: u64,
     /// Prompt tokens run.
     pub prompt_tokens: u64,
     /// Tokens emitted to callers.

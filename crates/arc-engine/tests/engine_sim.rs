@@ -50,11 +50,25 @@ struct Seen {
     accepted: u64,
     /// Steps that verified drafts while others were in flight.
     ahead: u64,
+    /// Tokens that an earlier sequence had left, on devices that rewind and that do not.
+    cached: [u64; 2],
 }
 
-fn random_request(r: &mut Random) -> (Request, Vec<u32>, FinishReason, bool) {
+/// `before`: cases that it may go on from.
+fn random_request(r: &mut Random, before: &[Case]) -> (Request, Vec<u32>, FinishReason, bool) {
     let len = if r.one_in(4) { 1 + r.below(120) } else { 1 + r.below(20) };
-    let prompt: Vec<u32> = (0..len).map(|_| r.below(96)).collect();
+    let mut prompt: Vec<u32> = (0..len).map(|_| r.below(96)).collect();
+    if !before.is_empty() && r.one_in(2) {
+        let recent = before.len() - 1 - r.below(before.len().min(6) as u32) as usize;
+        let mut longer = [before[recent].prompt.as_slice(), &before[recent].want].concat();
+        if r.one_in(4) {
+            longer.truncate(1 + r.below(longer.len() as u32) as usize);
+        }
+        longer.extend((0..r.below(8)).map(|_| r.below(96)));
+        if longer.len() <= 120 {
+            prompt = longer;
+        }
+    }
     let max_tokens = if r.one_in(12) { 0 } else { 1 + r.below(60) };
     let mut ask = request(&prompt, max_tokens);
     let masked = r.one_in(8);
@@ -91,8 +105,12 @@ fn run(seed: u64, seen: &mut Seen) {
         blocks: 6 + r.below(30) as usize,
         ring: 1 + r.below(16) as usize,
     };
-    let switches =
-        Switches { device_loop: !r.one_in(4), sample_on: if r.one_in(8) { SampleOn::Host } else { SampleOn::Device } };
+    let switches = Switches {
+        device_loop: !r.one_in(4),
+        sample_on: if r.one_in(8) { SampleOn::Host } else { SampleOn::Device },
+        prefix_cache: !r.one_in(4),
+    };
+    let rewinds = r.one_in(2);
     let config = EngineConfig {
         queue: 40,
         burst: 1 + r.below(8) as usize,
@@ -105,10 +123,10 @@ fn run(seed: u64, seen: &mut Seen) {
     let speculate = if r.one_in(3) { Speculate::Auto } else { Speculate::Fixed(1 + r.below(4)) };
     let config = EngineConfig { speculate, ..config };
     let step_time = (!r.one_in(3)).then(|| Duration::from_micros(u64::from(r.below(80))));
-    let rig = Rig::new(config, limits, Script { step_time, drafts, ..Script::default() });
+    let rig = Rig::new(config, limits, Script { step_time, drafts, rewinds, ..Script::default() });
     let mut cases: Vec<Case> = Vec::new();
     while cases.len() < 60 {
-        let (ask, want, reason, scored) = random_request(&mut r);
+        let (ask, want, reason, scored) = random_request(&mut r, &cases);
         let prompt = ask.prompt.clone();
         let (to, events) = channel();
         let fickle = r.one_in(12);
@@ -159,6 +177,8 @@ fn run(seed: u64, seen: &mut Seen) {
     let log = rig.log.lock().expect("the log is whole");
     assert!(log.in_flight_max <= limits.ring as u64, "seed {seed}");
     assert!(stats.arrival_steps_max <= 8, "seed {seed}");
+    assert!(switches.prefix_cache || (stats.cached_tokens, stats.kv_blocks_kept) == (0, 0), "seed {seed}");
+    seen.cached[usize::from(rewinds)] += stats.cached_tokens;
     seen.passes = seen.passes.max(stats.passes_max);
     seen.inert += log.steps.iter().map(|s| s.inert_rows).sum::<u32>();
     seen.two_part += stats.two_part_steps;
@@ -176,8 +196,10 @@ fn whatever_happens_a_request_gets_its_tokens_and_one_end() {
     for seed in 1..=40 {
         run(seed, &mut seen);
     }
-    let Seen { stopped, cancelled, passes, inert, two_part, padding, full, dropped, drafted, accepted, ahead } = seen;
+    let Seen { stopped, cancelled, passes, inert, two_part, padding, full, dropped, drafted, accepted, ahead, cached } =
+        seen;
     assert!(stopped > 50 && cancelled > 50 && two_part > 100 && padding > 100, "the seeds must reach these");
     assert!(passes > 0 && inert > 0 && full > 0 && dropped > 0, "{passes} {inert} {full} {dropped}");
+    assert!(cached.iter().all(|&n| n > 500), "{cached:?}");
     assert!(accepted > 1000 && drafted > 2 * accepted && ahead > 500, "{drafted} {accepted} {ahead}");
 }

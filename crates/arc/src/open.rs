@@ -429,6 +429,7 @@ fn engine_config(config: &Config, limits: &Limits) -> EngineConfig {
                 SampleOn::Device => EngineSampleOn::Device,
                 SampleOn::Host => EngineSampleOn::Host,
             },
+            prefix_cache: config.prefix_cache.is_on(),
         },
         speculate: match config.speculate {
             AutoOff::Auto => Speculate::Auto,

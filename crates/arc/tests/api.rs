@@ -117,6 +117,7 @@ impl Bench {
             reason: end,
             error: (end == FinishReason::Error).then(|| "the logits of this row are not finite".to_owned()),
             prompt_tokens: 3,
+            cached_tokens: 0,
             output_tokens: ids.len() as u32,
             queue_us: 1,
             prefill_us: 1,

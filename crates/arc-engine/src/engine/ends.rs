@@ -14,6 +14,15 @@ use crate::sequence::{Sequence, Submission};
 /// Weight of the newest interval in the mean time between the ends of requests.
 const NEWEST_END: f64 = 0.1;
 
+/// Who knew first that a sequence is over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum EndedBy {
+    /// Its slot has run nothing since.
+    Device,
+    /// Steps in flight may still run it.
+    Host,
+}
+
 impl<L: DeviceLoop> EngineThread<L> {
     /// Ends a request, wherever it is, because its caller says so.
     pub(super) fn end_for_caller(&mut self, id: RequestId, reason: FinishReason) {
@@ -22,7 +31,7 @@ impl<L: DeviceLoop> EngineThread<L> {
             self.finish_queued(submission, reason);
         } else if let Some(slot) = self.sequences.iter().position(runs) {
             let place = self.sequences[slot].as_ref().expect("it runs").place.slot;
-            self.end(slot, reason, None);
+            self.end(slot, EndedBy::Host, reason, None);
             // The device knows of no end.
             if self.delta.release.last() != Some(&place) {
                 self.delta.release.push(place);
@@ -36,7 +45,7 @@ impl<L: DeviceLoop> EngineThread<L> {
         }
         for slot in 0..self.sequences.len() {
             if self.sequences[slot].is_some() {
-                self.end(slot, FinishReason::Cancelled, None);
+                self.end(slot, EndedBy::Host, FinishReason::Cancelled, None);
             }
         }
     }
@@ -50,9 +59,14 @@ impl<L: DeviceLoop> EngineThread<L> {
     }
 
     /// Ends a slot's sequence. Its last event is sent by [`EngineThread::finish_ended`].
-    pub(super) fn end(&mut self, slot: usize, reason: FinishReason, error: Option<String>) {
-        let sequence = self.sequences[slot].take().expect("a sequence ends once");
-        self.scheduler.end(sequence.place.slot);
+    pub(super) fn end(&mut self, slot: usize, by: EndedBy, reason: FinishReason, error: Option<String>) {
+        let mut sequence = self.sequences[slot].take().expect("a sequence ends once");
+        // Where the host ends it, steps in flight go on: that hurts nobody where later positions are not looked at.
+        let good = by == EndedBy::Device || self.burst.rewinds();
+        match sequence.kept().filter(|_| good && reason != FinishReason::Error) {
+            Some(tokens) => self.scheduler.keep(sequence.place.slot, tokens),
+            None => self.scheduler.end(sequence.place.slot),
+        }
         // Releasing a slot that ended by itself would change nothing.
         if !matches!(reason, FinishReason::Stop | FinishReason::Length) || sequence.only_scores() {
             self.delta.release.push(sequence.place.slot);
@@ -104,7 +118,7 @@ impl<L: DeviceLoop> EngineThread<L> {
             self.ended.push((sequence, reason, message.clone()));
         }
         self.stats.running = 0;
-        self.stats.kv_blocks_used = 0;
+        (self.stats.kv_blocks_used, self.stats.kv_blocks_kept) = (0, 0);
         lock(&self.shared.published).stats = self.stats;
         for (mut sequence, reason, error) in self.ended.drain(..) {
             sequence.finish(reason, error);

@@ -13,11 +13,13 @@ use arc_device::step::{Landed, Limits, Part, Row, StepDelta, landed_flags};
 use tracing::{debug, info, warn};
 
 use crate::burst::{Burst, InFlight};
+use crate::engine::ends::EndedBy;
 use crate::engine::handle::{EngineFault, KEPT_STEPS, Shared, Shutdown, lock};
 use crate::engine::{EngineConfig, RequestId, SampleOn, Speculate};
 use crate::grammar::MaskPool;
 use crate::request::FinishReason;
 use crate::sampler::HostDraw;
+use crate::scheduler::kept::Prefixes;
 use crate::scheduler::queue::Queue;
 use crate::scheduler::{Scheduler, SchedulerConfig, StepPlan, Want};
 use crate::sequence::{Sequence, Submission, Taken, micros};
@@ -67,6 +69,11 @@ impl<L: DeviceLoop> EngineThread<L> {
         let scheduler = Scheduler::new(SchedulerConfig {
             speculate: config.speculate,
             max_drafts,
+            prefixes: match (config.switches.prefix_cache, burst.rewinds()) {
+                (false, _) => Prefixes::Off,
+                (true, false) => Prefixes::Whole,
+                (true, true) => Prefixes::Any,
+            },
             limits,
             buckets: config.buckets.clone(),
             burst: config.burst.max(1),
@@ -195,7 +202,9 @@ impl<L: DeviceLoop> EngineThread<L> {
             let place = self.scheduler.admit(want.clone()).expect("slot and blocks are free");
             let slot = usize::from(place.slot);
             lock(&self.shared.inbox).queued -= 1;
-            let (mut sequence, init) = Sequence::admit(submission, place, &want, draw);
+            self.stats.cached_tokens += u64::from(place.cached);
+            let keeps = self.config.switches.prefix_cache;
+            let (mut sequence, init) = Sequence::admit(submission, place, &want, draw, keeps);
             let queue_us = micros(sequence.submitted, sequence.admitted);
             debug!(id = sequence.id.0, slot, n_prompt = want.prompt.len(), queue_us, "admitted");
             self.stats.queue_time.add(queue_us as f64);
@@ -332,10 +341,10 @@ impl<L: DeviceLoop> EngineThread<L> {
             }
             Taken::Over(reason, error) => {
                 self.stats.row_faults += u64::from(reason == FinishReason::Error);
-                self.end(slot, reason, error.map(str::to_owned));
+                self.end(slot, EndedBy::Device, reason, error.map(str::to_owned));
             }
-            Taken::Complete => self.end(slot, FinishReason::Length, None),
-            Taken::Gone => self.end(slot, FinishReason::Cancelled, None),
+            Taken::Complete => self.end(slot, EndedBy::Host, FinishReason::Length, None),
+            Taken::Gone => self.end(slot, EndedBy::Host, FinishReason::Cancelled, None),
         }
         emitted
     }
@@ -343,7 +352,7 @@ impl<L: DeviceLoop> EngineThread<L> {
     fn flush_scores(&mut self) {
         for slot in 0..self.sequences.len() {
             if self.sequences[slot].as_mut().is_some_and(|s| !s.flush_scores()) {
-                self.end(slot, FinishReason::Cancelled, None);
+                self.end(slot, EndedBy::Host, FinishReason::Cancelled, None);
             }
         }
     }
@@ -372,7 +381,9 @@ impl<L: DeviceLoop> EngineThread<L> {
         self.stats.running = self.scheduler.n_running();
         self.stats.slots = self.scheduler.slots();
         self.stats.kv_blocks_total = self.scheduler.blocks().total();
-        self.stats.kv_blocks_used = self.scheduler.blocks().total() - self.scheduler.blocks().free();
+        self.stats.kv_blocks_kept = self.scheduler.kept_blocks();
+        self.stats.kv_blocks_used =
+            self.scheduler.blocks().total() - self.scheduler.blocks().free() - self.stats.kv_blocks_kept;
         self.stats.counters = self.burst.counters();
         self.stats.passes_max = self.queue.passes_max();
         (self.stats.cost_base_us, self.stats.cost_per_row_us) = (line.base_us, line.per_row_us);

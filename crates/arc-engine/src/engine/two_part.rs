@@ -9,6 +9,7 @@ use arc_device::DeviceLoop;
 use arc_device::ops::sample::Scratch;
 use arc_device::step::{Forced, Part, StepKey};
 
+use crate::engine::ends::EndedBy;
 use crate::engine::handle::EngineFault;
 use crate::engine::thread::{EngineThread, micros_f64};
 use crate::grammar::{MaskDone, MatcherState};
@@ -63,7 +64,7 @@ impl<L: DeviceLoop> EngineThread<L> {
             Ok(matcher) => sequence.matcher = MatcherState::Ready(matcher),
             Err(error) => {
                 self.stats.row_faults += 1;
-                self.end(slot, FinishReason::Grammar, Some(error.to_string()));
+                self.end(slot, EndedBy::Host, FinishReason::Grammar, Some(error.to_string()));
             }
         }
     }
@@ -75,7 +76,7 @@ impl<L: DeviceLoop> EngineThread<L> {
             if self.awaits_mask(slot) {
                 self.stats.row_faults += 1;
                 let error = format!("grammar: no mask within {} ms", self.config.mask_timeout_ms);
-                self.end(usize::from(slot), FinishReason::Error, Some(error));
+                self.end(usize::from(slot), EndedBy::Host, FinishReason::Error, Some(error));
             }
         }
     }

@@ -11,7 +11,12 @@ fn scheduler(limits: Limits, buckets: Buckets) -> Scheduler {
 }
 
 fn speculating(limits: Limits, buckets: Buckets, speculate: Speculate) -> Scheduler {
-    Scheduler::new(SchedulerConfig { limits, buckets, burst: 8, mixed_step_us: 2_050.0, speculate, max_drafts: 4 })
+    Scheduler::new(config(limits, buckets, speculate))
+}
+
+fn config(limits: Limits, buckets: Buckets, speculate: Speculate) -> SchedulerConfig {
+    let prefixes = Prefixes::Off;
+    SchedulerConfig { limits, buckets, burst: 8, mixed_step_us: 2_050.0, speculate, max_drafts: 4, prefixes }
 }
 
 fn want(len: u32, max_out: u32) -> Want {
@@ -46,6 +51,90 @@ fn a_prompt_runs_in_chunks_and_its_last_row_draws() {
     assert_eq!(s.n_running(), 1, "and it runs until its end has landed");
     s.end(0);
     assert_eq!((s.n_running(), s.blocks().free()), (0, 200));
+}
+
+/// Runs a prompt of `tokens` to its end, and keeps `tokens` of it.
+fn kept(s: &mut Scheduler, tokens: &[u32]) -> Place {
+    let want = Want { prompt: tokens.into(), ..want(1, 100) };
+    let place = s.admit(want).expect("room");
+    s.keep(place.slot, tokens.to_vec());
+    place
+}
+
+#[test]
+fn a_prompt_goes_on_where_a_kept_sequence_ends() {
+    for (prefixes, of_40, of_10) in [(Prefixes::Off, 0, 0), (Prefixes::Whole, 40, 0), (Prefixes::Any, 40, 30)] {
+        let mut s = Scheduler::new(SchedulerConfig { prefixes, ..config(limits(), Buckets::Exact, Speculate::Off) });
+        let first: Vec<u32> = (0..40).collect();
+        let place = kept(&mut s, &first);
+        assert_eq!((s.n_running(), s.kept_blocks(), s.blocks().free()), (0, 2, 198), "two hold 40 tokens");
+        let longer: Vec<u32> = (0..50).collect();
+        let again = s.admit(Want { prompt: longer.into(), ..want(1, 20) }).expect("room");
+        assert_eq!((again.depth, again.cached), (of_40, of_40), "{prefixes:?}");
+        if of_40 > 0 {
+            assert_eq!((again.slot, &again.blocks[..2]), (place.slot, &place.blocks[..2]), "where it was");
+            let mut plan = StepPlan::default();
+            s.plan(&mut plan).expect("what is new");
+            assert_eq!((plan.n_rows, plan.rows[0].token, plan.rows[0].offset, plan.context), (10, 40, 0, 50));
+            assert_eq!(s.kept_blocks(), 0);
+        }
+        s.end(again.slot);
+        // A part of it: the rest of the blocks is free at once.
+        kept(&mut s, &first);
+        let other: Vec<u32> = (0..30).chain(1000..1003).collect();
+        let place = s.admit(Want { prompt: other.into(), ..want(1, 5) }).expect("room");
+        assert_eq!(place.cached, of_10, "{prefixes:?}");
+        s.end(place.slot);
+        // The last token of a prompt runs in any case.
+        kept(&mut s, &first);
+        let same = s.admit(Want { prompt: first.as_slice().into(), ..want(1, 5) }).expect("room");
+        assert_eq!(same.cached, if prefixes == Prefixes::Any { 39 } else { 0 });
+        s.end(same.slot);
+        while let Some(left) = s.kept.pop() {
+            s.blocks.release(left.blocks);
+        }
+        assert_eq!(s.blocks().free(), 200, "all come back");
+    }
+}
+
+#[test]
+fn what_is_kept_gives_way() {
+    let limits = Limits { slots: 3, blocks: 10, ..limits() };
+    let mut s =
+        Scheduler::new(SchedulerConfig { prefixes: Prefixes::Any, ..config(limits, Buckets::Exact, Speculate::Off) });
+    let tokens = |of: u32| -> Vec<u32> { (0..64).map(|i| 1000 * of + i).collect() };
+    let places = [1, 2, 3].map(|of| kept(&mut s, &tokens(of)));
+    assert_eq!((s.admissible_blocks(), s.blocks().free(), s.kept_blocks()), (Some(10), 4, 6));
+    assert_eq!(s.admit(want(32 * 11, 1)), None, "more than there is");
+    assert_eq!(s.kept_blocks(), 6, "and nothing is given up for it");
+    // A stranger takes the place of the oldest, and as many others' as it needs blocks.
+    let stranger = s.admit(Want { prompt: (9000..9064).collect(), ..want(1, 1) }).expect("room");
+    assert_eq!((stranger.slot, stranger.cached, s.kept_blocks()), (places[0].slot, 0, 4));
+    s.end(stranger.slot);
+    let stranger = s.admit(Want { prompt: (9000..9256).collect(), ..want(1, 32) }).expect("room");
+    assert_eq!((stranger.blocks.len(), s.kept_blocks()), (9, 0));
+    s.end(stranger.slot);
+    // Of a long one with little in common nothing is taken, unless there is no other place.
+    kept(&mut s, &tokens(1));
+    let little = || Want { prompt: tokens(1)[..20].iter().copied().chain([7, 8]).collect(), ..want(1, 1) };
+    let other = s.admit(little()).expect("room");
+    assert_eq!((other.cached, s.kept_blocks()), (0, 2));
+    let another = s.admit(little()).expect("room");
+    let last = s.admit(little()).expect("the slot of what is kept");
+    assert_eq!((another.cached, last.cached, s.kept_blocks()), (0, 20, 0));
+    // Rows that no drafter saw are of no use to who has drafts made, and scores are of all rows.
+    for place in [other, another, last] {
+        s.end(place.slot);
+    }
+    let place = s.admit(Want { prompt: tokens(4).into(), speculates: false, ..want(1, 1) }).expect("room");
+    s.keep(place.slot, tokens(4));
+    for want in [want(1, 1), Want { score: true, speculates: false, ..want(1, 1) }] {
+        let place = s.admit(Want { prompt: tokens(4).into(), ..want }).expect("room");
+        assert_eq!(place.cached, 0);
+        s.end(place.slot);
+    }
+    let place = s.admit(Want { prompt: tokens(4).into(), speculates: false, ..want(1, 1) }).expect("room");
+    assert_eq!(place.cached, 63);
 }
 
 #[test]

@@ -43,6 +43,8 @@ pub struct Script {
     pub hold: Option<(u64, Arc<AtomicBool>)>,
     /// The device drafts, and of a hundred drafts so many are right.
     pub drafts: Option<u32>,
+    /// A slot's sequence may go on from any earlier position.
+    pub rewinds: bool,
     /// Rows name their slot's former generation: what a device must never do.
     pub wrong_generation: bool,
 }
@@ -236,9 +238,9 @@ impl Fake {
             if row.flags & row_flags::PADDING != 0 {
                 break;
             }
-            self.counts.push(row.flags & row_flags::VERIFY == 0);
             let seen = if row.flags & row_flags::HEAD != 0 { self.seen[head_idx] } else { 0 };
             let slot = &mut self.slots[usize::from(row.slot)];
+            self.counts.push(slot.live && row.flags & row_flags::VERIFY == 0);
             let prompt_row = row.token != TOKEN_OF_SLOT;
             let verifies = row.flags & row_flags::VERIFY != 0;
             log.prompt_rows += u32::from(prompt_row);
@@ -428,6 +430,8 @@ impl Landing for Fake {
             let slot = &mut self.slots[usize::from(init.slot)];
             assert!(init.generation > slot.generation, "generations only grow");
             assert!(init.max_out > 0);
+            let goes_on = self.script.rewinds || init.pos == 0 || init.pos == slot.pos;
+            assert!(goes_on, "slot {} goes on at {}, and has run up to {}", init.slot, init.pos, slot.pos);
             *slot = Slot {
                 live: true,
                 generation: init.generation,
@@ -530,6 +534,10 @@ impl Landing for Fake {
 }
 
 impl DeviceLoop for Fake {
+    fn rewinds(&self) -> bool {
+        self.script.rewinds
+    }
+
     fn max_drafts(&self) -> u32 {
         if self.script.drafts.is_some() { 4 } else { 0 }
     }

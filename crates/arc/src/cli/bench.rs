@@ -13,7 +13,7 @@ use std::{
 
 use anyhow::{Result, bail};
 use arc::{
-    config::{Auto, Config, Device, SETTINGS, Scope},
+    config::{Auto, Config, Device, SETTINGS, Scope, Switch},
     open::{self, Described, Sizes},
 };
 use arc_device::ops::sample::SamplerConfig;
@@ -163,6 +163,8 @@ impl Args {
         }
         // All of them are submitted at once.
         sized.queue = sized.queue.max(seqs);
+        // Every prompt is measured whole.
+        sized.prefix_cache = Switch::Off;
         Ok(sized)
     }
 }

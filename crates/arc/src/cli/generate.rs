@@ -120,9 +120,9 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// Prompt tokens by the time from admission to the first token.
+    /// Prompt tokens that ran by the time from admission to the first token.
     pub fn prefill_rate(&self) -> f64 {
-        rate(f64::from(self.finished.prompt_tokens), self.finished.prefill_us)
+        rate(f64::from(self.finished.prompt_tokens - self.finished.cached_tokens), self.finished.prefill_us)
     }
 
     /// Tokens after the first by their time.
@@ -133,9 +133,10 @@ impl Outcome {
     /// One line for people.
     pub fn summary(&self, seed: u64) -> String {
         let f = &self.finished;
+        let cached = if f.cached_tokens > 0 { format!(" ({} known)", f.cached_tokens) } else { String::new() };
         let rate = |r: f64| if r > 0.0 { format!("{r:.1} tok/s") } else { "-".to_owned() };
         format!(
-            "prefill {} tokens, {} | decode {} tokens, {} | {} | seed {seed}",
+            "prefill {} tokens{cached}, {} | decode {} tokens, {} | {} | seed {seed}",
             f.prompt_tokens,
             rate(self.prefill_rate()),
             self.n_tokens,

@@ -84,6 +84,7 @@ pub fn run(args: &Args, config: &Config) -> Result<ExitCode> {
             "finish_reason": outcome.reason,
             "seed": seed,
             "prompt_tokens": f.prompt_tokens,
+            "cached_tokens": f.cached_tokens,
             "output_tokens": outcome.n_tokens,
             "queue_ms": f.queue_us as f64 / 1e3,
             "prefill_ms": f.prefill_us as f64 / 1e3,

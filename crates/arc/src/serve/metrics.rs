@@ -100,8 +100,16 @@ fn engine_lines(page: &mut Page, s: &EngineStats) {
     page.one("arc_requests_running", "gauge", "Sequences in slots", s.running);
     page.one("arc_slots", "gauge", "Slots", s.slots);
     page.one("arc_kv_blocks_used", "gauge", "KV blocks held by sequences", s.kv_blocks_used);
+    page.one(
+        "arc_kv_blocks_kept",
+        "gauge",
+        "KV blocks of ended sequences, kept until their room is needed",
+        s.kv_blocks_kept,
+    );
     page.one("arc_kv_blocks", "gauge", "KV blocks of the pool", s.kv_blocks_total);
     page.one("arc_prompt_tokens_total", "counter", "Prompt tokens run", s.prompt_tokens);
+    let cached = "Prompt tokens that did not run, since a sequence before had left them";
+    page.one("arc_cached_tokens_total", "counter", cached, s.cached_tokens);
     page.one("arc_output_tokens_total", "counter", "Tokens emitted", s.output_tokens);
     page.one(
         "arc_dropped_tokens_total",

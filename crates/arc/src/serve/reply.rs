@@ -130,6 +130,7 @@ fn usage_body(usage: Usage) -> Value {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.output,
         "total_tokens": usage.prompt + usage.output,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
     })
 }
 

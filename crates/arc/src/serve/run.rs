@@ -30,6 +30,8 @@ pub enum Update {
 pub struct Usage {
     /// Of the prompts, each counted once.
     pub prompt: u64,
+    /// Of them those that did not run, as far as their sequences have ended.
+    pub cached: u64,
     /// Of the answers.
     pub output: u64,
 }
@@ -40,6 +42,8 @@ pub struct Run {
     events: UnboundedReceiver<(usize, Event)>,
     choices: Vec<Running>,
     usage: Usage,
+    /// Choices of each prompt.
+    per_prompt: usize,
     deadline: Instant,
     /// Updates of one event that did not fit in one return value.
     next: Vec<(usize, Update)>,
@@ -69,7 +73,9 @@ impl Run {
     pub fn start(app: &Arc<App>, job: &mut Job, began: Instant) -> Result<Run, ApiError> {
         let (sender, events) = unbounded_channel();
         let timeout = Duration::from_secs(app.http.request_timeout_s.into());
+        let per_prompt = (job.choices.len() / job.n_prompts).max(1);
         let mut run = Run {
+            per_prompt,
             app: app.clone(),
             events,
             choices: Vec::with_capacity(job.choices.len()),
@@ -77,7 +83,6 @@ impl Run {
             deadline: began + timeout,
             next: Vec::new(),
         };
-        let per_prompt = (job.choices.len() / job.n_prompts).max(1);
         for (choice, c) in job.choices.iter_mut().enumerate() {
             let answer = Answer::new(app.text.tokenizer().clone(), &job.stops, job.stop_ids.clone());
             let request =
@@ -138,6 +143,9 @@ impl Run {
             }
             Event::Finished(finished) => {
                 running.done = true;
+                if choice.is_multiple_of(self.per_prompt) {
+                    self.usage.cached += u64::from(finished.cached_tokens);
+                }
                 let reason = match finished.reason {
                     FinishReason::Stop => "stop",
                     FinishReason::Length => "length",
