@@ -10,7 +10,7 @@ pub struct Counters {
     pub launches: u64,
     /// Steps recorded: of all keys before the first request, and none after it.
     pub graphs: u64,
-    /// Recorded steps that ran eagerly as well and were compared (`verify_replay`).
+    /// Recorded steps that ran eagerly as well and left the same (`verify_replay`).
     pub verified: u64,
     /// Recorded steps replayed.
     pub graph_launches: u64,

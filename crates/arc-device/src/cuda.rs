@@ -189,7 +189,7 @@ pub struct Cuda {
     options: CudaOptions,
     pub(crate) counters: Counters,
     memory: MemoryTable,
-    /// What steps write, but for the state.
+    /// What steps write, but for the state. Buffers of steps live as long as the device.
     regions: Vec<twice::Region>,
     saved: Option<twice::Saved>,
     current: Option<ThreadId>,

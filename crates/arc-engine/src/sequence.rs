@@ -111,7 +111,8 @@ impl Sequence {
             id,
             place,
             prompt: want.prompt.clone(),
-            tokens: (keeps && max_out > 0).then(|| {
+            // Rows that count as run may hold anything.
+            tokens: (keeps && max_out > 0 && want.depth == 0).then(|| {
                 let mut tokens = Vec::with_capacity(want.prompt.len() + max_out as usize);
                 tokens.extend_from_slice(&want.prompt);
                 tokens

@@ -111,7 +111,6 @@ impl Cuda {
         saved.give_back()?;
         self.replay(key)?;
         let replayed = self.left(saved, key)?;
-        self.counters.verified += 1;
         let part = |what: String, eager: String, replayed: String| DeviceError::Replay {
             key: key.to_string(),
             eager: format!("{what} {eager}"),
@@ -131,6 +130,7 @@ impl Cuda {
                 return Err(part(region.name.clone(), told(eager.sums[i]), told(replayed.sums[i])));
             }
         }
+        self.counters.verified += 1;
         Ok(())
     }
 

@@ -190,7 +190,10 @@ fn hostile_tools_are_refused_or_bounded() {
     let tools = [
         turns,
         json!({"properties": {"x": {"$ref": "#/$defs/d0"}}, "$defs": fans}),
-        json!({"properties": many, "$defs": {"all": {"enum": words}}}),
+        json!({"properties": &many, "$defs": {"all": {"enum": words}}}),
+        json!({"properties": {"x": {"anyOf": vec![json!({"$ref": "#/$defs/all"}); 2_000]}},
+            "$defs": {"all": {"enum": vec![""; 10_000]}}}),
+        json!({"properties": many, "required": vec!["x"; 100_000]}),
         json!({"properties": {"x": {"type": "integer", "multipleOf": 99_999_989}}}),
         json!({"properties": {"x": {"type": "array", "items": {"pattern": "a?b?".repeat(200)}}}}),
         json!({"properties": {"x": {"type": "object", "$ref": "http://example.com/schema"}}}),

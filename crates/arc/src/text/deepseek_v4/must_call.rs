@@ -4,6 +4,8 @@
 //! that is text is any text up to the first tag that closes it, or what `enum` and `const` allow; patterns and lengths are not looked
 //! at. Every other value is JSON of its schema; of a string in it that holds the closing tag, the format knows no way to write it.
 
+use std::collections::HashSet;
+
 use serde_json::{Map, Value};
 
 use super::words::{
@@ -16,7 +18,7 @@ const MAX_LOOKED_AT: usize = 1 << 20;
 /// Schemas inside of another, and references, that are followed one behind the other.
 const MAX_DEPTH: usize = 32;
 
-/// What a schema costs beside the texts that it names.
+/// What a schema costs, and each of its values beside its text.
 const LOOK: usize = 64;
 
 /// A tool that has to be called.
@@ -40,13 +42,13 @@ pub fn must_call(tools: &[MustCall], several: bool, format: &Value, most: usize)
     for (t, tool) in tools.iter().enumerate() {
         let empty = Map::new();
         let properties = tool.parameters.get("properties").and_then(Value::as_object).unwrap_or(&empty);
-        let required: Vec<&str> =
-            tool.parameters.get("required").and_then(Value::as_array).map_or(Vec::new(), |names| {
+        let required: HashSet<&str> =
+            tool.parameters.get("required").and_then(Value::as_array).map_or(HashSet::new(), |names| {
                 names.iter().filter_map(Value::as_str).filter(|name| properties.contains_key(*name)).collect()
             });
         let mut parameters = String::new();
         for (p, (name, schema)) in properties.iter().enumerate() {
-            let optional = if required.contains(&name.as_str()) { "" } else { "?" };
+            let optional = if required.contains(name.as_str()) { "" } else { "?" };
             parameters += &format!(" p_{t}_{p}{optional}");
             lark.parameter(&format!("{t}_{p}"), name, schema, &tool.parameters, format)?;
             if lark.text.len() > most {
@@ -122,7 +124,7 @@ impl Lark {
         let values = fields.get("const").map(std::slice::from_ref);
         let values = values.or_else(|| fields.get("enum").and_then(Value::as_array).map(Vec::as_slice));
         if let Some(values) = values {
-            let bytes: usize = values.iter().filter_map(Value::as_str).map(str::len).sum();
+            let bytes: usize = values.iter().map(|value| LOOK + value.as_str().map_or(0, str::len)).sum();
             self.left = self.left.checked_sub(bytes)?;
             return Some(Forms::of(values));
         }
