@@ -498,6 +498,7 @@ extern "C" __global__ void __launch_bounds__(256) step_gather(float* to, const f
 
 // Adds to `sum` what tells memory from other memory: a sum of its words, each mixed with its place.
 extern "C" __global__ void __launch_bounds__(256) step_sum(const uint8_t* from, uint64_t bytes, unsigned long long* sum) {
+    pdl_wait();
     auto mixed = [](uint64_t place, uint32_t word) {
         uint64_t x = (place << 32 ^ word) * 0x9e3779b97f4a7c15ull;
         x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
