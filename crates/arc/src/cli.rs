@@ -6,6 +6,7 @@ mod eval;
 mod flags;
 mod generate;
 mod inspect;
+mod profile;
 mod pull;
 mod run;
 mod serve;
@@ -53,6 +54,8 @@ enum Command {
     Eval(eval::Args),
     /// Show what is in a model file and what it would take to run it
     Inspect(inspect::Args),
+    /// Count what a step cost, in a trace of Nsight Systems
+    Profile(profile::Args),
     /// Bring a model into the cache, or list the models that have names
     Pull(pull::Args),
     /// List every setting: type, value, and where the value came from
@@ -96,6 +99,7 @@ fn execute(cli: Cli) -> Result<ExitCode> {
         Command::Bench(args) => bench::run(&args, &resolve(args.flags.given())?.config),
         Command::Eval(args) => eval::run(&args, &resolve(args.given())?.config),
         Command::Inspect(args) => inspect::run(&args, &resolve(args.flags.given())?.config),
+        Command::Profile(args) => profile::run(&args),
         Command::Pull(args) => pull::run(&args, &resolve(args.flags.given())?.config),
         Command::Flags { flags } => flags::run(&resolve(flags.given())?),
         Command::Completions { shell } => shell::completions(shell),
