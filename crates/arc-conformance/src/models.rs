@@ -38,6 +38,9 @@ pub fn cases(suite: &mut Suite, models: &[PathBuf]) {
         suite.case(&format!("model/{name}/flat"), |suite| flat(suite, path));
         suite.case(&format!("model/{name}/replay"), |suite| replay(suite, path));
         suite.case(&format!("model/{name}/twice"), |suite| twice(suite, path));
+        suite.case(&format!("model/{name}/kept"), |suite| {
+            kept(On::Gpu { ordinal: suite.ordinal(), capture: true }, path)
+        });
         suite.case(&format!("model/{name}/scripted_drafts"), |suite| scripted_drafts(suite, path));
         suite.case(&format!("model/{name}/kv_bytes"), |suite| kv_bytes(suite, path));
         golden::cases(suite, &name, path);
@@ -485,6 +488,59 @@ fn twice(suite: &Suite, path: &Path) -> Verdict {
         text.push(format!("{what} {}", counted.verified));
     }
     Ok(format!("steps: {}", text.join(", ")))
+}
+
+/// Conversations that grow, side by side and among strangers: with what earlier turns left they have the same tokens, and each turn
+/// runs what is new alone.
+fn kept(on: On, path: &Path) -> Verdict {
+    const TALKS: usize = 6;
+    let drafts = || match ModelFile::open(path).is_ok_and(|file| has_draft_block(&file)) {
+        true => vec![Drafts::Off, Drafts::OwnBlock(3)],
+        false => vec![Drafts::Off],
+    };
+    // What everybody got, and how many tokens of prompts were known and could be.
+    let converse = |drafts, prefix_cache| {
+        let logprobs = matches!(drafts, Drafts::Off).then_some(2);
+        let switches = Switches { prefix_cache, ..Switches::default() };
+        let rig = Rig::with(on, path, limits(16, 64), switches, drafts, Numerics::Serving)?;
+        let mut rng = Rng(37);
+        let mut all = Vec::new();
+        let mut talks: Vec<Vec<u32>> = (0..TALKS).map(|i| prompt(&mut rng, 3 + 23 * i, rig.vocab)).collect();
+        let mut known = 0;
+        for turn in 0..4 {
+            let mut asked = talks.clone();
+            asked.extend((0..4).map(|i| prompt(&mut rng, 5 + 19 * i, rig.vocab)));
+            let requests = asked.into_iter().enumerate().map(|(i, prompt)| {
+                let temperature = [0.0, 0.9, 1.0][i % 3];
+                let repetition = [1.0, 1.2][i % 2];
+                let sampling = SamplerConfig { temperature, repetition, seed: i as u64, ..SamplerConfig::default() };
+                Request { logprobs, ..request(prompt, 9 + (7 * i + 5 * turn) as u32 % 17, sampling, 0) }
+            });
+            let got = rig.ask(requests.collect())?;
+            for (i, (talk, tokens)) in talks.iter_mut().zip(&got).enumerate() {
+                talk.extend(ids(tokens));
+                // The last token has not been run.
+                known += if turn < 3 { talk.len() as u64 - 1 } else { 0 };
+                talk.extend(prompt(&mut rng, 1 + (i * 13 + turn * 5) % 30, rig.vocab));
+            }
+            all.extend(got);
+        }
+        Ok::<_, String>((all, rig.engine.stats().cached_tokens, known))
+    };
+    let mut text = Vec::new();
+    for (off, kept) in drafts().into_iter().zip(drafts()) {
+        let what = if matches!(off, Drafts::Off) { "alone" } else { "with drafts" };
+        let (want, none, _) = converse(off, false)?;
+        let (got, cached, known) = converse(kept, true)?;
+        if let Some(i) = (0..want.len()).find(|&i| want[i] != got[i]) {
+            return Err(format!("{what}, request {i}: {:?} wanted, {:?}", ids(&want[i]), ids(&got[i])));
+        }
+        if (none, cached) != (0, known) {
+            return Err(format!("{what}: {cached} tokens of prompts were known, of {known}; {none} without"));
+        }
+        text.push(format!("{what} {cached}"));
+    }
+    Ok(format!("tokens that were not run again: {}", text.join(", ")))
 }
 
 /// Requests that are drafted for, of every class that the device draws itself; their seeds count from 0.
