@@ -225,7 +225,7 @@ fn wait(events: &Receiver<Event>) -> Result<Vec<TokenEvent>, String> {
     let mut tokens = Vec::new();
     loop {
         match events.recv_timeout(Duration::from_secs(300)).map_err(|error| format!("no event: {error}"))? {
-            Event::Prompt(_) => {}
+            Event::Prompt(_) | Event::Cached(_) => {}
             Event::Token(token) => tokens.push(token),
             Event::Finished(finished) if finished.reason == FinishReason::Length => return Ok(tokens),
             Event::Finished(finished) => return Err(format!("{finished:?}")),

@@ -147,7 +147,7 @@ fn ask(rig: &Rig, nan: bool) -> Result<Vec<Ended>, String> {
         let mut tokens = Vec::new();
         loop {
             match events.recv_timeout(Duration::from_secs(60)).map_err(|error| format!("no event: {error}"))? {
-                Event::Prompt(_) => {}
+                Event::Prompt(_) | Event::Cached(_) => {}
                 Event::Token(token) => tokens.push(token.id),
                 Event::Finished(end) if end.reason == FinishReason::Length => return Ok((tokens, None)),
                 Event::Finished(end) => {

@@ -54,7 +54,7 @@ pub struct Switches {
 
 impl Default for Switches {
     fn default() -> Self {
-        Switches { device_loop: true, sample_on: SampleOn::Device, prefix_cache: false }
+        Switches { device_loop: true, sample_on: SampleOn::Device, prefix_cache: true }
     }
 }
 

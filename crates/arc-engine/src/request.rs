@@ -321,9 +321,11 @@ pub struct Finished {
     pub decode_us: u64,
 }
 
-/// What a request's sink receives, in order: prompt scores, tokens, one `Finished`.
+/// What a request's sink receives, in order: what was known of the prompt, its scores, tokens, one `Finished`.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
+    /// So many tokens of the prompt do not run, since a sequence before left them; where there are some.
+    Cached(u32),
     /// Scores of prompt tokens 1, 2, ... in order, possibly in several events.
     Prompt(Vec<TokenEvent>),
     /// One token.

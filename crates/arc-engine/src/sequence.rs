@@ -107,7 +107,8 @@ impl Sequence {
             logprobs: request.logprobs,
             prompt_top: request.prompt_logprobs.unwrap_or(0),
         };
-        let sequence = Sequence {
+        let cached = place.cached;
+        let mut sequence = Sequence {
             id,
             place,
             prompt: want.prompt.clone(),
@@ -130,6 +131,10 @@ impl Sequence {
             scores: Vec::new(),
             sink,
         };
+        if cached > 0 {
+            // Whoever does not listen is seen at the first token.
+            send(&mut sequence.sink, Event::Cached(cached));
+        }
         (sequence, init)
     }
 

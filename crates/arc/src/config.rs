@@ -145,7 +145,7 @@ settings! {
     Engine: /// Where tokens are drawn
     sample_on: SampleOn = SampleOn::Device, Kind::Choice(SampleOn::CHOICES);
     Engine: /// Keep what a request has left until its room is needed: one whose prompt begins with it goes on from there
-    prefix_cache: Switch = Switch::Off, Kind::Choice(Switch::CHOICES);
+    prefix_cache: Switch = Switch::On, Kind::Choice(Switch::CHOICES);
     Engine: /// Tokens a step that a model's draft block proposes and the model checks; auto: as many as pay
     speculate: AutoOff = AutoOff::Auto, Kind::AutoOffInt(1, 4);
 

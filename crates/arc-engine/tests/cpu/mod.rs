@@ -167,6 +167,7 @@ impl Answer {
         loop {
             match self.next() {
                 Event::Prompt(batch) => scores.extend(batch),
+                Event::Cached(_) => {}
                 Event::Token(token) => tokens.push(token),
                 Event::Finished(finished) => return Output { scores, tokens, finished },
             }

@@ -91,8 +91,13 @@ impl Answer {
     /// Waits for the end; panics where the rules of events are broken.
     pub fn wait(self) -> Output {
         let (mut scores, mut tokens) = (Vec::new(), Vec::new());
+        let mut cached = 0;
         loop {
             match self.events.recv_timeout(Duration::from_secs(20)).expect("an event in 20 s") {
+                Event::Cached(n) => {
+                    assert!(cached == 0 && n > 0 && scores.is_empty() && tokens.is_empty());
+                    cached = n;
+                }
                 Event::Prompt(batch) => {
                     assert!(tokens.is_empty() && !batch.is_empty());
                     scores.extend(batch);
@@ -100,7 +105,7 @@ impl Answer {
                 Event::Token(token) => tokens.push(token),
                 Event::Finished(finished) => {
                     assert!(self.events.recv_timeout(Duration::from_millis(1)).is_err(), "an event after the last");
-                    assert_eq!(finished.output_tokens as usize, tokens.len());
+                    assert_eq!((finished.output_tokens as usize, finished.cached_tokens), (tokens.len(), cached));
                     return Output { scores, tokens, finished };
                 }
             }

@@ -446,7 +446,7 @@ impl EventSink for Stopwatch {
         let (reason, error) = match event {
             Event::Finished(f) => (Some(f.reason), f.error),
             Event::Token(_) => (None, None),
-            Event::Prompt(_) => return true,
+            Event::Prompt(_) | Event::Cached(_) => return true,
         };
         self.events.send((self.seq, Instant::now(), reason, error)).is_ok()
     }

@@ -225,7 +225,7 @@ fn collect(events: &Receiver<Event>, len: usize, score: &mut Score) -> Result<()
                     position += 1;
                 }
             }
-            Event::Token(_) => {}
+            Event::Token(_) | Event::Cached(_) => {}
             Event::Finished(finished) if finished.reason == FinishReason::Error => {
                 bail!("{}", finished.error.unwrap_or_else(|| "the sequence failed".to_owned()));
             }

@@ -200,7 +200,7 @@ pub fn answer(
             }
         };
         match event {
-            Event::Prompt(_) => {}
+            Event::Prompt(_) | Event::Cached(_) => {}
             Event::Token(token) => {
                 if INTERRUPTED.swap(false, Ordering::SeqCst) {
                     interrupted = true;

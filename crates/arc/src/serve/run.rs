@@ -30,7 +30,7 @@ pub enum Update {
 pub struct Usage {
     /// Of the prompts, each counted once.
     pub prompt: u64,
-    /// Of them those that did not run, as far as their sequences have ended.
+    /// Of them those that did not run, as far as their sequences have begun.
     pub cached: u64,
     /// Of the answers.
     pub output: u64,
@@ -129,6 +129,9 @@ impl Run {
     fn take(&mut self, choice: usize, event: Event) -> Result<(), ApiError> {
         let running = &mut self.choices[choice];
         match event {
+            // Choices of one prompt find what the first of them is about to leave.
+            Event::Cached(n) if choice.is_multiple_of(self.per_prompt) => self.usage.cached += u64::from(n),
+            Event::Cached(_) => {}
             Event::Prompt(scores) => self.next.push((choice, Update::Prompt(scores))),
             Event::Token(token) => {
                 let piece = running.answer.push(token);
@@ -143,9 +146,6 @@ impl Run {
             }
             Event::Finished(finished) => {
                 running.done = true;
-                if choice.is_multiple_of(self.per_prompt) {
-                    self.usage.cached += u64::from(finished.cached_tokens);
-                }
                 let reason = match finished.reason {
                     FinishReason::Stop => "stop",
                     FinishReason::Length => "length",

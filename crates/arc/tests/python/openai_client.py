@@ -14,6 +14,12 @@ import pydantic
 from checks import check, done, refused
 from openai import OpenAI
 
+
+def known(answer):
+    """Tokens of the prompt that did not run again."""
+    return answer.usage.prompt_tokens_details.cached_tokens
+
+
 def main(base):
     client = OpenAI(base_url=base + "/v1", api_key="none", max_retries=0, timeout=120)
     model = "smollm2"
@@ -42,6 +48,7 @@ def main(base):
     parts = [{"role": "user", "content": [{"type": "text", "text": "Why is the"}, {"type": "text", "text": " sky blue?"}]}]
     again = client.chat.completions.create(model=model, messages=parts, temperature=0, max_completion_tokens=12)
     check(again.choices[0].message.content == text, "content in parts is the same text")
+    check(known(chat) == 0 and known(again) == chat.usage.prompt_tokens - 1, "all of a prompt is known but what draws")
 
     # Chat, streamed: the same text, and usage in the last chunk.
     stream = client.chat.completions.create(
@@ -51,7 +58,7 @@ def main(base):
     check(chunks[0].choices[0].delta.role == "assistant", "the role comes first")
     streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     check(streamed == text, f"streamed {streamed!r} is {text!r}")
-    check(chunks[-1].choices == [] and chunks[-1].usage == chat.usage, "usage in the last chunk")
+    check(chunks[-1].choices == [] and chunks[-1].usage == again.usage, "usage in the last chunk")
     check(chunks[-2].choices[0].finish_reason == chat.choices[0].finish_reason, "finish reason in the chunk before")
     check(len({c.id for c in chunks}) == 1, "one id")
     plain = list(client.chat.completions.create(model=model, messages=question, temperature=0, max_tokens=3, stream=True))
@@ -87,6 +94,7 @@ def main(base):
         check(stopped.choices[0].message.content == text.split(word)[0], "text before the stop string")
         check(stopped.choices[0].finish_reason == "stop", "finish reason of a stop string")
         check(stopped.usage.completion_tokens < 32, "nothing after the stop string is counted")
+        check(known(stopped) == known(again), "what was known of a prompt is told whatever ends an answer")
 
     # Logprobs.
     scored = client.chat.completions.create(
