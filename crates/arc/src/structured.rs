@@ -17,7 +17,7 @@ use llguidance::toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
 use serde_json::{Value, json};
 
-use crate::text::deepseek_v4::{MustCall, must_call};
+use crate::text::deepseek_v4::{Arguments, Calls, calls_grammar};
 use crate::text::{DeepStackError, DeepStacks, Tokenizer};
 
 /// Largest schema, in bytes of its JSON.
@@ -128,15 +128,12 @@ impl Grammars {
         self.compile(in_use, vocab, move || TopLevelGrammar::from_json_schema(schema))
     }
 
-    /// The grammar of a call of one of `tools`, or of `several`, in the format of DeepSeek-V4.
-    pub fn calls(&self, tools: &[MustCall], several: bool, vocab: u32) -> Result<Grammar, SchemaError> {
-        tools.iter().try_for_each(|tool| check(&Value::Object(tool.parameters.clone())))?;
-        let lark = must_call(tools, several, &self::format(), MAX_SCHEMA_BYTES).ok_or_else(|| {
-            let why = format!(
-                "schemas of tools, with the definitions that they refer to, have {MAX_SCHEMA_BYTES} bytes at most"
-            );
-            SchemaError::Refused(why)
-        })?;
+    /// The grammar of an answer with calls, in the format of DeepSeek-V4.
+    pub fn calls(&self, calls: &Calls, vocab: u32) -> Result<Grammar, SchemaError> {
+        let mut told = calls.tools.iter().filter(|tool| tool.arguments != Arguments::Any);
+        told.try_for_each(|tool| check(&Value::Object(tool.parameters.clone())))?;
+        let lark = calls_grammar(calls, &self::format(), MAX_SCHEMA_BYTES);
+        let lark = lark.map_err(|e| SchemaError::Refused(e.to_string()))?;
         let in_use = InUse::new(lark.len(), &self.in_use)?;
         self.compile(in_use, vocab, move || TopLevelGrammar::from_lark(lark))
     }

@@ -5,10 +5,10 @@
 
 mod common;
 
+#[path = "v4_chat/calls.rs"]
+mod calls;
 #[path = "v4_chat/encode.rs"]
 mod encode;
-#[path = "v4_chat/must_call.rs"]
-mod must_call;
 #[path = "v4_chat/parse.rs"]
 mod parse;
 #[path = "v4_chat/server.rs"]

@@ -130,7 +130,7 @@ with_shared_fields!(request_struct! {
         tools: Vec<Box<RawValue>>,
         /// Whether the model calls tools: `"none"`, `"auto"`, `"required"`, or the one that it calls.
         tool_choice: Value,
-        /// Whether there may be several calls, where there has to be one.
+        /// Whether there may be several calls in an answer.
         parallel_tool_calls: bool,
         /// Not supported.
         functions: Value,

@@ -19,7 +19,7 @@ use crate::{
     structured::SchemaError,
     text::{
         Special, StopMatcher,
-        deepseek_v4::{AnswerFormat, EncodeError, MustCall},
+        deepseek_v4::{AnswerFormat, Arguments, Calls, EncodeError, Tool},
     },
 };
 
@@ -55,6 +55,8 @@ pub struct Job {
     pub logprobs: bool,
     /// How to tell reasoning and calls from content; none: all is content.
     pub answer: Option<AnswerFormat>,
+    /// The field that its grammar is of, if it has one.
+    pub described_by: &'static str,
 }
 
 /// One sequence of a job.
@@ -93,7 +95,8 @@ pub fn chat(app: &App, body: &[u8]) -> Result<Job, ApiError> {
     if choice == ToolChoice::None {
         tools.clear();
     }
-    let calls = must_call(&choice, &tools)?;
+    let parallel = request.parallel_tool_calls.unwrap_or(true);
+    let calls = calls(&choice, &tools, parallel)?;
     if request.modalities.as_ref().is_some_and(|m| m.iter().any(|m| m != "text")) {
         return Err(ApiError::unsupported("modalities"));
     }
@@ -102,7 +105,12 @@ pub fn chat(app: &App, body: &[u8]) -> Result<Job, ApiError> {
         let message = "an answer is JSON of response_format or may call tools: leave one of them out";
         return Err(ApiError::field("response_format", message));
     }
-    let described = if schema.is_some() { "response_format" } else { "tool_choice" };
+    let described = match &calls {
+        _ if schema.is_some() => "response_format",
+        Some(calls) if calls.has_to => "tool_choice",
+        _ if parallel => "strict",
+        _ => "parallel_tool_calls",
+    };
     for (param, asked) in
         [("ignore_eos", shared.ignore_eos == Some(true)), ("min_tokens", shared.min_tokens.is_some_and(|n| n > 0))]
     {
@@ -136,6 +144,12 @@ pub fn chat(app: &App, body: &[u8]) -> Result<Job, ApiError> {
         .enumerate()
         .map(|(i, Object(m))| chat_message(i, m, takes_tools))
         .collect::<Result<Vec<_>, _>>()?;
+    if tools.is_empty() && choice == ToolChoice::Auto && !parallel && messages.iter().any(|m| !m.tool_calls.is_empty())
+    {
+        let message = "a conversation with calls may have more of them, and which is not known: send tools, or leave \
+                       parallel_tool_calls out";
+        return Err(ApiError::field("parallel_tool_calls", message));
+    }
     let common = Common::new(app, shared, logprobs)?;
     let conversation = Conversation {
         messages: &messages,
@@ -149,28 +163,27 @@ pub fn chat(app: &App, body: &[u8]) -> Result<Job, ApiError> {
         PromptError::Encode(EncodeError::Tool { index }) => ApiError::field(format!("tools[{index}]"), e.to_string()),
         _ => ApiError::field("messages", e.to_string()),
     })?;
+    // Who wants no calls gets text, also where there were some before.
+    let answer = prompt.answer.map(|a| AnswerFormat { tools: a.tools && choice != ToolChoice::None, ..a });
     let mut job = common.job(app, Kind::Chat, vec![(prompt.ids, None)], None)?;
     let (grammars, vocab) = (app.text.grammars(), app.backend.limits().vocab);
     let grammar = match (schema, calls) {
         (Some(schema), _) => Some((grammars.json(schema.text(), vocab), "response_format")),
-        (None, Some(calls)) => {
-            let several = choice == ToolChoice::Required && request.parallel_tool_calls != Some(false);
-            Some((grammars.calls(&calls, several, vocab), "tools"))
-        }
+        (None, Some(calls)) => Some((grammars.calls(&calls, vocab), "tools")),
         (None, None) => None,
     };
     if let Some((grammar, param)) = grammar {
+        job.described_by = param;
         let grammar = grammar.map_err(|error| match error {
             SchemaError::Failed(_) => ApiError::failed(error.to_string()),
             SchemaError::Busy => ApiError::overloaded(1),
             _ => ApiError::field(param, format!("{param}: {error}")),
         })?;
         for choice in &mut job.choices {
-            choice.request.grammar =
-                Some(grammar.mask(prompt.answer.and_then(|answer| answer.behind(app.text.tokenizer()))));
+            choice.request.grammar = Some(grammar.mask(answer.and_then(|answer| answer.behind(app.text.tokenizer()))));
         }
     }
-    Ok(Job { answer: prompt.answer, ..job })
+    Ok(Job { answer, ..job })
 }
 
 /// Which tools the model calls.
@@ -201,40 +214,54 @@ fn tool_choice(choice: Option<Value>) -> Result<ToolChoice, ApiError> {
     }
 }
 
-/// The tools one of which has to be called, if one has to.
-fn must_call(choice: &ToolChoice, tools: &[Box<RawValue>]) -> Result<Option<Vec<MustCall>>, ApiError> {
+/// What calls an answer has, where that is more than what the model likes. `parallel`: it may have several.
+fn calls(choice: &ToolChoice, tools: &[Box<RawValue>], parallel: bool) -> Result<Option<Calls>, ApiError> {
     #[derive(Deserialize)]
-    struct Tool {
-        function: Function,
+    struct Offered<'a> {
+        #[serde(borrow)]
+        function: Function<'a>,
     }
     #[derive(Deserialize)]
-    struct Function {
+    struct Function<'a> {
         name: String,
-        parameters: Option<Map<String, Value>>,
+        #[serde(borrow)]
+        parameters: Option<&'a RawValue>,
+        strict: Option<bool>,
     }
-    let name = match choice {
-        ToolChoice::None | ToolChoice::Auto => return Ok(None),
-        ToolChoice::Required => None,
-        ToolChoice::One(name) => Some(name),
+    let has_to = match choice {
+        ToolChoice::None => return Ok(None),
+        ToolChoice::Auto => false,
+        ToolChoice::Required | ToolChoice::One(_) => true,
     };
-    let mut calls = Vec::new();
+    let mut calls = Calls { tools: Vec::new(), has_to, several: parallel && !matches!(choice, ToolChoice::One(_)) };
     for (i, tool) in tools.iter().enumerate() {
-        let tool: Tool = serde_json::from_str(tool.get()).map_err(|e| {
-            let message = format!("tools[{i}] has no name or no parameters that are an object: {e}");
-            ApiError::field(format!("tools[{i}]"), message)
-        })?;
-        let Function { name: of, parameters } = tool.function;
-        if name.is_none_or(|name| *name == of) {
-            calls.push(MustCall { name: of, parameters: parameters.unwrap_or_default() });
-        }
+        let wrong = |e: serde_json::Error| ApiError::field(format!("tools[{i}]"), format!("tools[{i}]: {e}"));
+        let Offered { function } = serde_json::from_str(tool.get()).map_err(wrong)?;
+        let arguments = match (function.strict, has_to) {
+            (Some(true), _) => Arguments::Strict,
+            (_, true) => Arguments::Typed,
+            (_, false) => Arguments::Any,
+        };
+        let parameters: Option<Map<String, Value>> = match function.parameters {
+            Some(schema) if arguments != Arguments::Any => serde_json::from_str(schema.get()).map_err(wrong)?,
+            _ => None,
+        };
+        calls.tools.push(Tool { name: function.name, parameters: parameters.unwrap_or_default(), arguments });
     }
-    match (calls.is_empty(), name) {
-        (false, _) => Ok(Some(calls)),
-        (true, Some(name)) => {
+    if let ToolChoice::One(name) = choice {
+        calls.tools.retain(|tool| tool.name == *name);
+    }
+    let strict = calls.tools.iter().any(|tool| tool.arguments == Arguments::Strict);
+    match (calls.tools.is_empty(), choice) {
+        (true, ToolChoice::One(name)) => {
             let name: String = name.chars().take(50).collect();
             Err(ApiError::field("tool_choice", format!("tool_choice names {name:?}, which is not among tools")))
         }
-        (true, None) => Err(ApiError::field("tool_choice", "tool_choice is \"required\", but there are no tools")),
+        (true, ToolChoice::Required) => {
+            Err(ApiError::field("tool_choice", "tool_choice is \"required\", but there are no tools"))
+        }
+        (false, _) if has_to || strict || !parallel => Ok(Some(calls)),
+        _ => Ok(None),
     }
 }
 
@@ -465,6 +492,7 @@ impl Common {
             stream_options: self.shared.stream_options.map_or_else(StreamOptions::default, |Object(options)| options),
             logprobs: self.logprobs.is_some(),
             answer: None,
+            described_by: "response_format",
         })
     }
 }

@@ -45,6 +45,8 @@ pub struct Run {
     /// Choices of each prompt.
     per_prompt: usize,
     deadline: Instant,
+    /// See [`Job::described_by`].
+    described_by: &'static str,
     /// Updates of one event that did not fit in one return value.
     next: Vec<(usize, Update)>,
 }
@@ -81,6 +83,7 @@ impl Run {
             choices: Vec::with_capacity(job.choices.len()),
             usage: Usage::default(),
             deadline: began + timeout,
+            described_by: job.described_by,
             next: Vec::new(),
         };
         for (choice, c) in job.choices.iter_mut().enumerate() {
@@ -160,7 +163,7 @@ impl Run {
                     // The client's schema is at fault, not the server.
                     FinishReason::Grammar => {
                         let why = finished.error.unwrap_or_else(|| "it leads to nothing".to_owned());
-                        return Err(ApiError::field("response_format", format!("response_format: {why}")));
+                        return Err(ApiError::field(self.described_by, format!("{}: {why}", self.described_by)));
                     }
                 };
                 let piece = running.answer.finish();

@@ -11,17 +11,17 @@
 //! Source: `encoding/encoding_dsv4.py` of the DeepSeek-V4 release.
 
 mod answer;
+mod calls;
 mod encode;
 mod json;
 mod message;
-mod must_call;
 mod parse;
 mod words;
 
 pub use answer::{AnswerEvent, Call, ParsedAnswer};
+pub use calls::{Arguments, Calls, CallsError, Tool, calls_grammar};
 pub use encode::{EncodeError, Prompt, render};
 pub use message::{Effort, Function, Message, Options, Profile, Role, Task, Thinking, ToolCall};
-pub use must_call::{MustCall, must_call};
 pub use parse::{AnswerFormat, AnswerParser};
 pub use words::{ASSISTANT, BOS, DSML, END_THINK, EOS, LATEST_REMINDER, THINK, USER};
 

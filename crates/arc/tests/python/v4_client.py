@@ -82,6 +82,10 @@ def main(base, tokenizer):
         pieces = [c.choices[0].delta.tool_calls for c in ask(stream=True, **asked) if c.choices]
         streamed = "".join(p.function.arguments or "" for piece in pieces for p in piece or [])
         check(json.loads(streamed) == arguments, "the same call streamed")
+    # One that may be, once and with arguments of the schema, is held to it with text before it.
+    tools[0]["function"]["strict"] = True
+    answer = ask(tools=tools, parallel_tool_calls=False, logit_bias={str(added["｜DSML｜"]): 30}, max_tokens=60).choices[0]
+    check(answer.message.content and len(answer.message.tool_calls or []) <= 1, answer)
     refused(lambda: ask(tools=tools, tool_choice={"type": "function", "function": {"name": "x"}}), openai.BadRequestError,
             "a tool that is not there", "tool_choice")
     refused(lambda: ask(tools=[tool], response_format=form), openai.BadRequestError, "tools and a schema", "response_format")

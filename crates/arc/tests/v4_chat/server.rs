@@ -30,10 +30,23 @@ use crate::{
 struct Script {
     events: Vec<Event>,
     prompts: Mutex<Vec<Vec<u32>>>,
+    /// Whether the grammar of each, if it has one, takes the answer.
+    taken: Mutex<Vec<Option<bool>>>,
 }
 
 impl Backend for Script {
     fn submit(&self, request: Request, mut sink: Box<dyn EventSink>) -> Result<RequestId, SubmitError> {
+        let taken = request.grammar.map(|mut grammar| {
+            let mut bits = vec![0; 129_280_usize.div_ceil(32)];
+            self.events.iter().all(|event| match event {
+                Event::Token(TokenEvent { id, .. }) => {
+                    grammar.mask(&mut bits).expect("the grammar goes on");
+                    bits[*id as usize / 32] >> (id % 32) & 1 == 1 && grammar.accept(*id).is_ok()
+                }
+                _ => true,
+            })
+        });
+        self.taken.lock().expect("no test panics here").push(taken);
         let mut prompts = self.prompts.lock().expect("no test panics here");
         prompts.push(request.prompt);
         for event in &self.events {
@@ -59,6 +72,13 @@ impl Backend for Script {
 
 /// Answers to requests with `answer`, ended for `reason`: their status and bodies, and the prompts that they made.
 async fn ask(answer: &str, reason: FinishReason, bodies: &[Value]) -> (Vec<(u16, String)>, Vec<Vec<u32>>) {
+    let (answers, script) = scripted(answer, reason, bodies).await;
+    let prompts = script.prompts.lock().expect("no panic").clone();
+    (answers, prompts)
+}
+
+/// The same, and all that the engine was asked.
+async fn scripted(answer: &str, reason: FinishReason, bodies: &[Value]) -> (Vec<(u16, String)>, Arc<Script>) {
     let tokenizer = tokenizer();
     let ids = tokenizer.encode(answer, Special::Parse);
     let token = |&id: &u32| Event::Token(TokenEvent { id, logprob: None, top: Vec::new() });
@@ -73,7 +93,7 @@ async fn ask(answer: &str, reason: FinishReason, bodies: &[Value]) -> (Vec<(u16,
         prefill_us: 1,
         decode_us: 1,
     }));
-    let script = Arc::new(Script { events, prompts: Mutex::default() });
+    let script = Arc::new(Script { events, prompts: Mutex::default(), taken: Mutex::default() });
     let text = ModelText::new(Arc::into_inner(tokenizer).expect("its only owner"), 4096);
     assert!(text.has_template() && text.takes_tools());
     let app = Arc::new(App {
@@ -110,8 +130,7 @@ async fn ask(answer: &str, reason: FinishReason, bodies: &[Value]) -> (Vec<(u16,
         let body = to_bytes(response.into_body(), 1 << 24).await.expect("the body ends");
         answers.push((status, String::from_utf8(body.to_vec()).expect("UTF-8")));
     }
-    let prompts = script.prompts.lock().expect("no panic").clone();
-    (answers, prompts)
+    (answers, script)
 }
 
 /// What each effort puts in front of a prompt, in the words of each release.
@@ -261,11 +280,60 @@ async fn only_whole_calls_are_a_reason_to_call() {
     assert_eq!(ask(cut, FinishReason::Stop, with_tools.clone()).await["finish_reason"], "stop");
     let choice = ask(&block, FinishReason::Length, with_tools).await;
     assert_eq!((&choice["finish_reason"], &choice["message"]["content"]), (&json!("length"), &Value::Null));
-    // Who offers no tools gets text.
-    for body in [request(json!({})), request(json!({"tools": tool(), "tool_choice": "none"}))] {
+    // Who offers no tools, or wants none, gets text.
+    let call = json!({"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}});
+    let called = json!([{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "x"}]);
+    for body in [
+        request(json!({})),
+        request(json!({"tools": tool(), "tool_choice": "none"})),
+        request(json!({"messages": called, "tools": tool(), "tool_choice": "none", "parallel_tool_calls": false})),
+    ] {
         let choice = ask(&block, FinishReason::Stop, body).await;
         assert_eq!(choice["message"], json!({"role": "assistant", "content": block, "refusal": null}));
         assert_eq!(choice["finish_reason"], "stop");
+    }
+}
+
+/// What a grammar of calls takes for each way to ask for them; without one the model does as it likes.
+#[tokio::test]
+async fn calls_are_held_to_what_was_asked() {
+    let call = |x: &str| {
+        format!(
+            "<｜DSML｜invoke name=\"f\">\n<｜DSML｜parameter name=\"x\" string=\"false\">{x}</｜DSML｜parameter>\n</｜DSML｜invoke>\n"
+        )
+    };
+    let block = |calls: &str| format!("Well.\n\n<｜DSML｜tool_calls>\n{calls}</｜DSML｜tool_calls>");
+    let (one, two, wrong) = (block(&call("1")), block(&(call("1") + &call("2"))), block(&call("true")));
+    let tools = |strict: Value| {
+        let parameters = json!({"properties": {"x": {"type": "integer"}}, "required": ["x"]});
+        json!([{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}])
+    };
+    let (loose, strict) = (tools(Value::Null), tools(json!(true)));
+    let once = json!(false);
+    // Tools, parallel_tool_calls, and whether each answer is taken.
+    let cases = [
+        (&loose, Value::Null, None, None, None),
+        (&loose, json!(true), None, None, None),
+        (&tools(json!(false)), Value::Null, None, None, None),
+        (&loose, once.clone(), Some(true), Some(false), Some(true)),
+        (&strict, Value::Null, Some(true), Some(true), Some(false)),
+        (&strict, once, Some(true), Some(false), Some(false)),
+    ];
+    for thought in ["", "I call.</think>"] {
+        let effort = if thought.is_empty() { "none" } else { "high" };
+        let body = |tools: &Value, parallel: &Value| {
+            request(json!({"tools": tools, "parallel_tool_calls": parallel, "reasoning_effort": effort}))
+        };
+        let bodies: Vec<Value> = cases.iter().map(|(tools, parallel, ..)| body(tools, parallel)).collect();
+        let mut taken = Vec::new();
+        for text in [&one, &two, &wrong] {
+            let (answers, script) = scripted(&format!("{thought}{text}"), FinishReason::Stop, &bodies).await;
+            assert!(answers.iter().all(|(status, _)| *status == 200), "{answers:?}");
+            taken.push(script.taken.lock().expect("no panic").clone());
+        }
+        for (i, (tools, parallel, one, two, wrong)) in cases.iter().enumerate() {
+            assert_eq!([taken[0][i], taken[1][i], taken[2][i]], [*one, *two, *wrong], "{tools} {parallel} {thought}");
+        }
     }
 }
 
@@ -360,6 +428,14 @@ async fn what_the_format_does_not_know_is_refused_by_name() {
             json!({"tools": [{"function": {"name": "f", "parameters": {"properties": {"x": {"multipleOf": 99_999_989}}}}}],
                 "tool_choice": "required"}),
             "tools",
+        ),
+        (json!({"tools": tool(), "parallel_tool_calls": false, "min_tokens": 2}), "min_tokens"),
+        (json!({"tools": [{"function": {"name": "f", "strict": "yes"}}]}), "tools[0]"),
+        (json!({"tools": [{"function": {"name": "f", "strict": true, "parameters": []}}]}), "tools[0]"),
+        (json!({"tools": [{"function": {"name": "f", "strict": true, "parameters": {"anyOf": []}}}]}), "tools"),
+        (
+            json!({"messages": [{"role": "assistant", "tool_calls": [call]}], "parallel_tool_calls": false}),
+            "parallel_tool_calls",
         ),
         (json!({"tools": tool(), "response_format": {"type": "json_object"}}), "response_format"),
         (messages(json!({"role": "user", "content": "x", "tool_calls": [call]})), "messages[0].tool_calls"),

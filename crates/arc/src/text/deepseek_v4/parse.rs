@@ -24,7 +24,7 @@ use super::{
 use crate::text::{Tokenizer, python::push_json_char};
 
 /// Longest name of a tool or parameter with what stands behind it, in bytes. What is longer is text.
-const MAX_NAME: usize = 512;
+pub(super) const MAX_NAME: usize = 512;
 
 /// What to expect of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
