@@ -16,6 +16,8 @@ pub mod models;
 pub mod reply;
 pub mod run;
 mod socket;
+#[doc(hidden)]
+pub mod testing;
 
 use std::{sync::Arc, time::Duration};
 

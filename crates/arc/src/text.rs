@@ -34,7 +34,7 @@ mod vocab;
 
 pub use deep_stack::{DeepStackError, DeepStacks};
 pub use detokenize::{Control, Detokenizer};
-pub use spec::{TokenizerError, TokenizerSpec};
+pub use spec::{TokenizerError, TokenizerSpec, token_type};
 pub use stop::StopMatcher;
 pub use template::{ChatInput, ChatTemplate, MAX_TEMPLATE_BYTES, TemplateError};
 pub use tokenizer::{Special, Tokenizer};

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use arc::open::Described;
+use arc::serve::testing::{Exercised, exercise_form};
 use arc::structured::{Grammars, MAX_SCHEMA_BYTES, MAX_SCHEMA_BYTES_IN_USE, SchemaError};
 use arc::text::Tokenizer;
 use arc_engine::grammar::TokenMask;
@@ -173,6 +174,56 @@ fn hostile_schemas_are_refused_or_bounded() {
     assert!(grammars.json("{}", VOCAB).is_ok(), "the next is as good as ever");
 }
 
+/// A 64-bit linear congruential generator.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % n
+    }
+}
+
+/// `text` with up to three pieces replaced, taken out, doubled or cut off.
+fn damage(text: &str, random: &mut Random) -> Vec<u8> {
+    let mut bytes = text.as_bytes().to_vec();
+    for _ in 0..1 + random.below(3) {
+        let (at, from) = (random.below(bytes.len()), random.below(bytes.len()));
+        match random.below(4) {
+            0 => bytes[at] = b"{}[]\",:019\\$#.+*eE-ntf"[random.below(22)],
+            1 if bytes.len() > 1 => drop(bytes.remove(at)),
+            // A piece of it once more, which makes large numbers, long patterns and keys that come twice.
+            2 => {
+                let piece = bytes[from..(from + 1 + random.below(12)).min(bytes.len())].to_vec();
+                bytes.splice(at..at, piece);
+            }
+            _ => bytes.truncate(at.max(1)),
+        }
+    }
+    bytes
+}
+
+/// A value and all values in it.
+fn parts(value: &Value) -> Vec<Value> {
+    let inner: Vec<&Value> = match value {
+        Value::Array(values) => values.iter().collect(),
+        Value::Object(fields) => fields.values().collect(),
+        _ => Vec::new(),
+    };
+    [value.clone()].into_iter().chain(inner.into_iter().flat_map(parts)).collect()
+}
+
+/// Puts `part` in the place of the value of this number.
+fn graft(value: &mut Value, number: &mut usize, part: &Value) {
+    *number = number.wrapping_sub(1);
+    match value {
+        _ if *number == 0 => *value = part.clone(),
+        Value::Array(values) => values.iter_mut().for_each(|value| graft(value, number, part)),
+        Value::Object(fields) => fields.values_mut().for_each(|value| graft(value, number, part)),
+        _ => {}
+    }
+}
+
 #[test]
 fn damaged_schemas_are_refused_or_compile() {
     let grammars = Grammars::new(tokenizer());
@@ -182,27 +233,10 @@ fn damaged_schemas_are_refused_or_compile() {
         r#"{"anyOf":[{"enum":["x",1,null]},{"type":"number","minimum":-1.5,"exclusiveMaximum":3e2},{"allOf":[{"type":"boolean"}]}]}"#,
         r#"{"oneOf":[{"const":{"k":[1,2]}},{"type":"string","format":"date-time"}],"title":"t","description":"d"}"#,
     ];
-    let mut state = 7_u64;
-    let mut below = |n: usize| {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 33) as usize % n
-    };
+    let mut random = Random(7);
     let (mut compiled, mut refused) = (0, 0);
     for _ in 0..600 {
-        let mut bytes = good[below(good.len())].as_bytes().to_vec();
-        for _ in 0..1 + below(3) {
-            let (at, from) = (below(bytes.len()), below(bytes.len()));
-            match below(4) {
-                0 => bytes[at] = b"{}[]\",:019\\$#.+*eE-ntf"[below(22)],
-                1 => drop(bytes.remove(at)),
-                // A piece of it once more, which makes large numbers, long patterns and keys that come twice.
-                2 => {
-                    let piece = bytes[from..(from + 1 + below(12)).min(bytes.len())].to_vec();
-                    bytes.splice(at..at, piece);
-                }
-                _ => bytes.truncate(at.max(1)),
-            }
-        }
+        let bytes = damage(good[random.below(good.len())], &mut random);
         let text = String::from_utf8_lossy(&bytes);
         match grammars.json(&text, VOCAB) {
             Ok(_) => compiled += 1,
@@ -214,6 +248,41 @@ fn damaged_schemas_are_refused_or_compile() {
         }
     }
     assert!(compiled > 50 && refused > 200, "{compiled} compiled, {refused} were refused");
+}
+
+/// The same inputs as the fuzz target `request_form`, from seeded mutations.
+#[test]
+fn damaged_requests_are_refused_or_answered() {
+    let seeds = [
+        include_str!("../../../fuzz/seeds/request_form/auto.json"),
+        include_str!("../../../fuzz/seeds/request_form/named.json"),
+        include_str!("../../../fuzz/seeds/request_form/object.json"),
+        include_str!("../../../fuzz/seeds/request_form/required.json"),
+        include_str!("../../../fuzz/seeds/request_form/schema.json"),
+    ];
+    for seed in seeds {
+        assert!(matches!(exercise_form(seed.as_bytes()), Exercised::Begun | Exercised::Whole), "{seed}");
+    }
+    let seeds_json = seeds.map(|seed| serde_json::from_str::<Value>(seed).expect("JSON"));
+    let parts: Vec<Value> = seeds_json.iter().flat_map(parts).collect();
+    let (mut random, mut seen) = (Random(8), [0; 4]);
+    for round in 0..3_000 {
+        let seed = round % seeds.len();
+        let mut grafted = seeds_json[seed].clone();
+        for _ in 0..1 + random.below(3) {
+            // Schemas, most of the time: elsewhere little else is taken.
+            let places = ["/tools/0/function/parameters", "/response_format/json_schema/schema"];
+            let place = places.into_iter().find(|at| random.below(8) > 0 && grafted.pointer(at).is_some());
+            let place = grafted.pointer_mut(place.unwrap_or_default()).expect("it is there");
+            let at = random.below(self::parts(place).len());
+            graft(place, &mut (at + 1), &parts[random.below(parts.len())]);
+        }
+        for bytes in [damage(seeds[seed], &mut random), grafted.to_string().into_bytes()] {
+            seen[exercise_form(&bytes) as usize] += 1;
+        }
+    }
+    let [refused, _, begun, whole] = seen;
+    assert!(refused > 300 && begun > 50 && whole > 200, "{refused} refused, {begun} begun, {whole} whole");
 }
 
 #[test]

@@ -16,7 +16,7 @@ use super::{
 use crate::{
     answer::fresh_seed,
     model_text::{ChatMessage, Conversation, PromptError, Role},
-    structured::SchemaError,
+    structured::{Grammar, Grammars, SchemaError},
     text::{
         Special, StopMatcher,
         deepseek_v4::{AnswerFormat, Arguments, Calls, EncodeError, Tool},
@@ -96,26 +96,15 @@ pub fn chat(app: &App, body: &[u8]) -> Result<Job, ApiError> {
         tools.clear();
     }
     let parallel = request.parallel_tool_calls.unwrap_or(true);
-    let calls = calls(&choice, &tools, parallel)?;
+    let form = Form::new(&choice, &tools, parallel, request.response_format)?;
     if request.modalities.as_ref().is_some_and(|m| m.iter().any(|m| m != "text")) {
         return Err(ApiError::unsupported("modalities"));
     }
-    let schema = request.response_format.map(|Object(format)| schema(format)).transpose()?.flatten();
-    if schema.is_some() && !tools.is_empty() {
-        let message = "an answer is JSON of response_format or may call tools: leave one of them out";
-        return Err(ApiError::field("response_format", message));
-    }
-    let described = match &calls {
-        _ if schema.is_some() => "response_format",
-        Some(calls) if calls.has_to => "tool_choice",
-        _ if parallel => "strict",
-        _ => "parallel_tool_calls",
-    };
     for (param, asked) in
         [("ignore_eos", shared.ignore_eos == Some(true)), ("min_tokens", shared.min_tokens.is_some_and(|n| n > 0))]
     {
-        if (schema.is_some() || calls.is_some()) && asked {
-            let message = format!("what {described} describes ends where it ends: leave {param} out");
+        if let (Some(form), true) = (&form, asked) {
+            let message = format!("what {} describes ends where it ends: leave {param} out", form.asked_by());
             return Err(ApiError::field(param, message));
         }
     }
@@ -155,7 +144,7 @@ pub fn chat(app: &App, body: &[u8]) -> Result<Job, ApiError> {
         messages: &messages,
         tools: &tools,
         effort: request.reasoning_effort.as_deref(),
-        schema: schema.as_ref().and_then(Schema::told),
+        schema: form.as_ref().and_then(Form::told),
         variables: request.chat_template_kwargs.as_ref(),
     };
     let prompt = app.text.encode_conversation(&conversation).map_err(|e| match &e {
@@ -166,15 +155,10 @@ pub fn chat(app: &App, body: &[u8]) -> Result<Job, ApiError> {
     // Who wants no calls gets text, also where there were some before.
     let answer = prompt.answer.map(|a| AnswerFormat { tools: a.tools && choice != ToolChoice::None, ..a });
     let mut job = common.job(app, Kind::Chat, vec![(prompt.ids, None)], None)?;
-    let (grammars, vocab) = (app.text.grammars(), app.backend.limits().vocab);
-    let grammar = match (schema, calls) {
-        (Some(schema), _) => Some((grammars.json(schema.text(), vocab), "response_format")),
-        (None, Some(calls)) => Some((grammars.calls(&calls, vocab), "tools")),
-        (None, None) => None,
-    };
-    if let Some((grammar, param)) = grammar {
+    if let Some(form) = form {
+        let param = form.param();
         job.described_by = param;
-        let grammar = grammar.map_err(|error| match error {
+        let grammar = form.grammar(app.text.grammars(), app.backend.limits().vocab).map_err(|error| match error {
             SchemaError::Failed(_) => ApiError::failed(error.to_string()),
             SchemaError::Busy => ApiError::overloaded(1),
             _ => ApiError::field(param, format!("{param}: {error}")),
@@ -186,9 +170,68 @@ pub fn chat(app: &App, body: &[u8]) -> Result<Job, ApiError> {
     Ok(Job { answer, ..job })
 }
 
+/// What an answer follows, where it is more than what the model likes.
+pub(super) enum Form {
+    /// JSON of any object.
+    Object,
+    /// JSON of a schema.
+    Json(Box<RawValue>),
+    /// Calls, or text with calls.
+    Calls(Calls),
+}
+
+impl Form {
+    /// As a request has it; `None` is text. `parallel`: there may be several calls.
+    pub(super) fn new(
+        choice: &ToolChoice,
+        tools: &[Box<RawValue>],
+        parallel: bool,
+        format: Option<Object<ResponseFormat>>,
+    ) -> Result<Option<Form>, ApiError> {
+        let calls = calls(choice, tools, parallel)?;
+        match format.map(|Object(format)| schema(format)).transpose()?.flatten() {
+            Some(_) if !tools.is_empty() => {
+                let message = "an answer is JSON of response_format or may call tools: leave one of them out";
+                Err(ApiError::field("response_format", message))
+            }
+            Some(form) => Ok(Some(form)),
+            None => Ok(calls.map(Form::Calls)),
+        }
+    }
+
+    /// The field that describes it.
+    fn param(&self) -> &'static str {
+        if matches!(self, Form::Calls(_)) { "tools" } else { "response_format" }
+    }
+
+    /// The field for which there is a form.
+    fn asked_by(&self) -> &'static str {
+        match self {
+            Form::Object | Form::Json(_) => "response_format",
+            Form::Calls(calls) if calls.has_to => "tool_choice",
+            Form::Calls(calls) if calls.several => "strict",
+            Form::Calls(_) => "parallel_tool_calls",
+        }
+    }
+
+    /// As the model is told of it, where its format has words for that.
+    fn told(&self) -> Option<&RawValue> {
+        if let Form::Json(schema) = self { Some(schema) } else { None }
+    }
+
+    /// `vocab`: logits of the model.
+    pub(super) fn grammar(&self, grammars: &Grammars, vocab: u32) -> Result<Grammar, SchemaError> {
+        match self {
+            Form::Object => grammars.json(r#"{"type": "object"}"#, vocab),
+            Form::Json(schema) => grammars.json(schema.get(), vocab),
+            Form::Calls(calls) => grammars.calls(calls, vocab),
+        }
+    }
+}
+
 /// Which tools the model calls.
 #[derive(Debug, PartialEq, Eq)]
-enum ToolChoice {
+pub(super) enum ToolChoice {
     None,
     Auto,
     Required,
@@ -196,7 +239,7 @@ enum ToolChoice {
     One(String),
 }
 
-fn tool_choice(choice: Option<Value>) -> Result<ToolChoice, ApiError> {
+pub(super) fn tool_choice(choice: Option<Value>) -> Result<ToolChoice, ApiError> {
     if says_nothing(&choice) {
         return Ok(ToolChoice::Auto);
     }
@@ -265,39 +308,14 @@ fn calls(choice: &ToolChoice, tools: &[Box<RawValue>], parallel: bool) -> Result
     }
 }
 
-/// What an answer follows.
-enum Schema {
-    /// Any object.
-    Object,
-    /// What the client describes.
-    Of(Box<RawValue>),
-}
-
-impl Schema {
-    fn text(&self) -> &str {
-        match self {
-            Schema::Object => r#"{"type": "object"}"#,
-            Schema::Of(schema) => schema.get(),
-        }
-    }
-
-    /// As the model is told of it, where its format has words for that.
-    fn told(&self) -> Option<&RawValue> {
-        match self {
-            Schema::Object => None,
-            Schema::Of(schema) => Some(schema),
-        }
-    }
-}
-
 /// Reads `response_format`; `None` is text.
-fn schema(format: ResponseFormat) -> Result<Option<Schema>, ApiError> {
+fn schema(format: ResponseFormat) -> Result<Option<Form>, ApiError> {
     let described = format.json_schema.is_some();
     let schema = format.json_schema.and_then(|Object(described)| described.schema);
     match (format.r#type.as_str(), schema) {
         ("text", None) if !described => Ok(None),
-        ("json_object", None) if !described => Ok(Some(Schema::Object)),
-        ("json_schema", Some(schema)) => Ok(Some(Schema::Of(schema))),
+        ("json_object", None) if !described => Ok(Some(Form::Object)),
+        ("json_schema", Some(schema)) => Ok(Some(Form::Json(schema))),
         ("json_schema", None) => {
             let message = "response_format of type json_schema needs json_schema.schema";
             Err(ApiError::field("response_format.json_schema.schema", message))
