@@ -32,7 +32,8 @@ const MAX_PATTERN_BYTES: usize = 512;
 /// Largest common multiple of all `multipleOf`, without powers of ten. A grammar has a state for each remainder.
 const MAX_MULTIPLE: u64 = 10_000;
 
-/// Time to compile a schema. One that takes longer has a thread that cannot be stopped.
+/// Time to compile a schema, for which its request holds one of the turns of `serve::body`. One that takes longer has a thread that
+/// cannot be stopped.
 const DEADLINE: Duration = Duration::from_secs(2);
 
 /// Time to index a vocabulary, with the first schema: 1.5 s where nothing else runs.
@@ -343,5 +344,51 @@ impl TokenMask for Mask {
         let n = out.len().min(bits.len());
         out[..n].copy_from_slice(&bits[..n]);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+    use std::time::Instant;
+
+    use super::*;
+    use crate::serve::body::PREPARING;
+    use crate::serve::testing::{VOCAB, tokenizer};
+
+    /// Schemas that do not compile in time hold as many turns as there are, and then none, though their compilers go on.
+    #[test]
+    fn slow_schemas_are_given_up_and_others_told_to_come_back() {
+        let grammars = Grammars::new(tokenizer());
+        assert!(grammars.json("{}", VOCAB).is_ok(), "the vocabulary is indexed");
+        // Every compiler waits until its sender is gone.
+        let (mut held, mut turns) = (Vec::new(), Vec::new());
+        for _ in 0..PREPARING {
+            let (sender, receiver) = mpsc::channel::<()>();
+            held.push(sender);
+            let grammars = grammars.clone();
+            turns.push(thread::spawn(move || {
+                let in_use = InUse::new(1, &grammars.in_use)?;
+                grammars.compile(in_use, VOCAB, move || {
+                    receiver.recv().expect_err("nothing is sent");
+                    TopLevelGrammar::from_json_schema(json!({}))
+                })
+            }));
+        }
+        let ends: Vec<SchemaError> =
+            turns.into_iter().map(|turn| turn.join().expect("no panic").expect_err("its compiler is held")).collect();
+        let late = ends.iter().filter(|end| matches!(end, SchemaError::TooSlow)).count();
+        assert!(late >= MAX_LATE, "{ends:?}");
+        assert!(ends.iter().all(|end| matches!(end, SchemaError::TooSlow | SchemaError::Busy)), "{ends:?}");
+        assert!(matches!(grammars.json("{}", VOCAB), Err(SchemaError::Busy)), "while they go on");
+        // With fewer of them than may be late, others compile.
+        held.truncate(MAX_LATE - 1);
+        let began = Instant::now();
+        while let Err(error) = grammars.json("{}", VOCAB) {
+            assert!(matches!(error, SchemaError::Busy) && began.elapsed() < Duration::from_secs(60), "{error}");
+            thread::yield_now();
+        }
+        assert_eq!(held.len(), MAX_LATE - 1);
     }
 }
