@@ -530,3 +530,30 @@ fn nothing_asked_for_is_nothing_run() {
     assert_eq!((out.finished.reason, out.tokens.len()), (FinishReason::Length, 0));
     assert_eq!(rig.engine.stats().steps, 0);
 }
+
+/// Behind a step of a second, requests come, are given places and are cancelled: the device never hears of them, and who is given
+/// their blocks has them alone.
+#[test]
+fn who_leaves_before_its_step_was_never_there() {
+    let switches = Switches { device_loop: false, ..Switches::default() };
+    let script = Script { step_time: Some(Duration::from_secs(1)), ..Script::default() };
+    let rig = Rig::new(EngineConfig { switches, ..EngineConfig::default() }, limits(), script);
+    let pause = || std::thread::sleep(Duration::from_millis(60));
+    let first = rig.start(request(&[1, 2, 3], 1));
+    pause();
+    let leave: Vec<_> = (0..3).map(|i| rig.start(request(&[4 + i; 40], 30))).collect();
+    pause();
+    for answer in &leave {
+        rig.engine.cancel(answer.id);
+    }
+    let stays = rig.start(request(&[9; 120], 2));
+    for answer in leave {
+        let finished = answer.wait().finished;
+        assert_eq!((finished.reason, finished.output_tokens), (FinishReason::Cancelled, 0));
+    }
+    assert_eq!(first.wait().finished.reason, FinishReason::Length);
+    assert_eq!(stays.wait().ids(), expected(&[9; 120], 2));
+    rig.engine.shutdown(Shutdown::Drain);
+    assert_eq!(rig.engine.stats().queue_time.count(), 5, "all were given places");
+    assert_eq!(rig.log.lock().expect("the log is whole").admitted.len(), 2);
+}

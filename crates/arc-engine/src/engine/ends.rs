@@ -67,9 +67,13 @@ impl<L: DeviceLoop> EngineThread<L> {
             Some(tokens) => self.scheduler.keep(sequence.place.slot, tokens),
             None => self.scheduler.end(sequence.place.slot),
         }
-        // Releasing a slot that ended by itself would change nothing.
-        if !matches!(reason, FinishReason::Stop | FinishReason::Length) || sequence.only_scores() {
-            self.delta.release.push(sequence.place.slot);
+        let slot = sequence.place.slot;
+        if let Some(at) = self.delta.admit.iter().position(|init| init.slot == slot) {
+            // The device has not heard of it, and what is released is released before anything is admitted.
+            self.delta.admit.remove(at);
+        } else if !matches!(reason, FinishReason::Stop | FinishReason::Length) || sequence.only_scores() {
+            // Releasing a slot that ended by itself would change nothing.
+            self.delta.release.push(slot);
         }
         self.stats.end(&sequence.times(), reason);
         self.ended.push((sequence, reason, error));
