@@ -132,7 +132,7 @@ impl Run {
     fn take(&mut self, choice: usize, event: Event) -> Result<(), ApiError> {
         let running = &mut self.choices[choice];
         match event {
-            // Choices of one prompt find what the first of them is about to leave.
+            // A prompt counts once, as its first choice finds it.
             Event::Cached(n) if choice.is_multiple_of(self.per_prompt) => self.usage.cached += u64::from(n),
             Event::Cached(_) => {}
             Event::Prompt(scores) => self.next.push((choice, Update::Prompt(scores))),
