@@ -37,6 +37,7 @@ pub fn cases(suite: &mut Suite, models: &[PathBuf]) {
         suite.case(&format!("model/{name}/invariance"), |suite| invariance(suite, path));
         suite.case(&format!("model/{name}/flat"), |suite| flat(suite, path));
         suite.case(&format!("model/{name}/replay"), |suite| replay(suite, path));
+        suite.case(&format!("model/{name}/memory"), |suite| memory(suite, path));
         suite.case(&format!("model/{name}/twice"), |suite| twice(suite, path));
         suite.case(&format!("model/{name}/kept"), |suite| {
             kept(On::Gpu { ordinal: suite.ordinal(), capture: true }, path)
@@ -459,6 +460,37 @@ fn replay(suite: &Suite, path: &Path) -> Verdict {
             return Ok(Err(format!("{missed} was recorded late")));
         }
         Ok(Ok(format!("{} keys recorded in {:.2?}, compared in {:.2?}", keys.len(), recorded, all)))
+    };
+    run().map_err(|error| error.to_string())?
+}
+
+/// The memory table is what the driver says that loading took, but for the rest of the last page of each large buffer. Recorded steps
+/// are the driver's own, and take nothing of the table.
+fn memory(suite: &Suite, path: &Path) -> Verdict {
+    /// Of the driver; smaller buffers share one.
+    const PAGE: u64 = 2 << 20;
+    let limits = limits(16, 128);
+    let run = || -> Result<Verdict, LoadError> {
+        let file = ModelFile::open(path)?;
+        let mut config = ModelConfig::read(&file)?;
+        let drafts: &[u32] = if config.load_draft_block(&file) { &[1, 2, 3, 4] } else { &[] };
+        let keys = Buckets::recorded(limits.rows as u32).keys(&limits, drafts);
+        let options = CudaOptions { ordinal: suite.ordinal(), late: false, ..CudaOptions::default() };
+        let mut dev = Cuda::new(options, limits)?;
+        let (free, own) = (dev.device_memory().0, dev.memory().total_bytes());
+        let model = Model::load(&mut dev, &file, &config, &limits)?;
+        let loaded = dev.device_memory().0;
+        let large: u64 =
+            dev.memory().lines().iter().filter(|line| line.bytes / line.count > PAGE / 2).map(|line| line.count).sum();
+        let table = dev.memory().total_bytes();
+        let mut runner = Runner::new(dev, model);
+        runner.warm_up(&keys)?;
+        let dev = runner.device();
+        let (said, took, recorded) = (table - own, free - loaded, loaded - dev.device_memory().0);
+        let steps = keys.len();
+        let text = format!("a table of {said} bytes took {took}, {steps} recorded steps {recorded}");
+        let right = took + PAGE >= said && took <= said + PAGE * (large + 2) && dev.memory().total_bytes() == table;
+        Ok(if right { Ok(text) } else { Err(format!("{text}; {large} large buffers")) })
     };
     run().map_err(|error| error.to_string())?
 }

@@ -29,6 +29,11 @@ impl<D: Steps> Runner<D> {
     pub fn with_drafter(dev: D, model: Model<D>, drafter: Box<dyn Drafter<D>>) -> Self {
         Runner { dev, model, drafter: Some(drafter) }
     }
+
+    /// The device.
+    pub fn device(&self) -> &D {
+        &self.dev
+    }
 }
 
 impl<D: Steps> Runner<D> {

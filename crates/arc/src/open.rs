@@ -15,7 +15,7 @@ use std::{
 };
 
 use arc_device::{
-    Alloc, DeviceLoop, Readback, Steps,
+    Alloc, DeviceLoop, MemoryClass, Readback, Steps,
     cpu::Cpu,
     cuda::{Cuda, CudaOptions},
     step::{BLOCK_TOKENS, CtxClass, Limits, MAX_DRAFTS, Part, StepKey},
@@ -370,8 +370,10 @@ pub fn start_engine(described: &Described, config: &Config, sizes: Sizes) -> Res
             let (steps, verify_all) = (keys.len(), config.verify_replay.is_on());
             engine::spawn(set_up, limits, vocab, move || {
                 let gpu = Cuda::new(options, limits).map_err(LoadError::from)?;
-                need.fits(gpu.device_memory().0)?;
+                let free = gpu.device_memory().0;
+                need.fits(free)?;
                 let mut runner = on(gpu, &file, &model, &limits, sizes.random_rows)?;
+                let loaded = runner.device().device_memory().0;
                 if options.capture {
                     let began = Instant::now();
                     runner.warm_up(&keys).map_err(LoadError::from)?;
@@ -382,11 +384,25 @@ pub fn start_engine(described: &Described, config: &Config, sizes: Sizes) -> Res
                     let compared = began.elapsed() - recorded;
                     tracing::info!(steps, ?recorded, verified = keys.len(), ?compared, "steps are recorded");
                 }
+                tell_memory(runner.device(), free - loaded.min(free), loaded);
                 Ok::<_, OpenError>(runner)
             })
         }
     };
     started.map_err(|e| OpenError::Start(e.to_string()))
+}
+
+/// The memory table beside what the driver says: that loading took `loaded` bytes, and left `free`.
+fn tell_memory(gpu: &Cuda, loaded: u64, free: u64) {
+    let of = |class| mib(gpu.memory().class_bytes(class));
+    let (weights, state, workspace) = (of(MemoryClass::Weights), of(MemoryClass::State), of(MemoryClass::Workspace));
+    let (table, left) = (mib(gpu.memory().total_bytes()), gpu.device_memory().0);
+    let (loaded, recorded, left) = (mib(loaded), mib(free.saturating_sub(left)), mib(left));
+    tracing::info!(weights, state, workspace, table, loaded, recorded, left, "device memory, MiB");
+}
+
+fn mib(bytes: u64) -> u64 {
+    bytes.div_ceil(1 << 20)
 }
 
 /// Reads a described model's tokenizer and starts its engine.
