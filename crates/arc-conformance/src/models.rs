@@ -436,16 +436,25 @@ fn flat(suite: &Suite, path: &Path) -> Verdict {
     }
 }
 
+/// A model's file and configuration, the steps that a GPU records of it, and that GPU.
+fn to_record(
+    suite: &Suite,
+    path: &Path,
+    limits: Limits,
+) -> Result<(ModelFile, ModelConfig, Vec<StepKey>, Cuda), LoadError> {
+    let file = ModelFile::open(path)?;
+    let mut config = ModelConfig::read(&file)?;
+    let drafts: &[u32] = if config.load_draft_block(&file) { &[1, 2, 3, 4] } else { &[] };
+    let keys = Buckets::recorded(limits.rows as u32).keys(&limits, drafts);
+    let options = CudaOptions { ordinal: suite.ordinal(), late: false, ..CudaOptions::default() };
+    Ok((file, config, keys, Cuda::new(options, limits)?))
+}
+
 /// Every recorded step is the eager one, bit for bit; and one that warm-up missed is refused.
 fn replay(suite: &Suite, path: &Path) -> Verdict {
     let limits = limits(16, 128);
     let run = || -> Result<Verdict, LoadError> {
-        let file = ModelFile::open(path)?;
-        let mut config = ModelConfig::read(&file)?;
-        let drafts: &[u32] = if config.load_draft_block(&file) { &[1, 2, 3, 4] } else { &[] };
-        let keys = Buckets::recorded(limits.rows as u32).keys(&limits, drafts);
-        let options = CudaOptions { ordinal: suite.ordinal(), late: false, ..CudaOptions::default() };
-        let mut dev = Cuda::new(options, limits)?;
+        let (file, config, keys, mut dev) = to_record(suite, path, limits)?;
         let model = Model::load(&mut dev, &file, &config, &limits)?;
         let mut runner = Runner::new(dev, model);
         let began = Instant::now();
@@ -471,12 +480,7 @@ fn memory(suite: &Suite, path: &Path) -> Verdict {
     const PAGE: u64 = 2 << 20;
     let limits = limits(16, 128);
     let run = || -> Result<Verdict, LoadError> {
-        let file = ModelFile::open(path)?;
-        let mut config = ModelConfig::read(&file)?;
-        let drafts: &[u32] = if config.load_draft_block(&file) { &[1, 2, 3, 4] } else { &[] };
-        let keys = Buckets::recorded(limits.rows as u32).keys(&limits, drafts);
-        let options = CudaOptions { ordinal: suite.ordinal(), late: false, ..CudaOptions::default() };
-        let mut dev = Cuda::new(options, limits)?;
+        let (file, config, keys, mut dev) = to_record(suite, path, limits)?;
         let (free, own) = (dev.device_memory().0, dev.memory().total_bytes());
         let model = Model::load(&mut dev, &file, &config, &limits)?;
         let loaded = dev.device_memory().0;

@@ -384,7 +384,7 @@ pub fn start_engine(described: &Described, config: &Config, sizes: Sizes) -> Res
                     let compared = began.elapsed() - recorded;
                     tracing::info!(steps, ?recorded, verified = keys.len(), ?compared, "steps are recorded");
                 }
-                tell_memory(runner.device(), free - loaded.min(free), loaded);
+                tell_memory(runner.device(), free.saturating_sub(loaded), loaded);
                 Ok::<_, OpenError>(runner)
             })
         }
@@ -392,7 +392,7 @@ pub fn start_engine(described: &Described, config: &Config, sizes: Sizes) -> Res
     started.map_err(|e| OpenError::Start(e.to_string()))
 }
 
-/// The memory table beside what the driver says: that loading took `loaded` bytes, and left `free`.
+/// The memory table beside what the driver says: that loading took `loaded` bytes and left `free`, of which recording took some more.
 fn tell_memory(gpu: &Cuda, loaded: u64, free: u64) {
     let of = |class| mib(gpu.memory().class_bytes(class));
     let (weights, state, workspace) = (of(MemoryClass::Weights), of(MemoryClass::State), of(MemoryClass::Workspace));

@@ -61,13 +61,13 @@ impl<L: DeviceLoop> EngineThread<L> {
     /// Ends a slot's sequence. Its last event is sent by [`EngineThread::finish_ended`].
     pub(super) fn end(&mut self, slot: usize, by: EndedBy, reason: FinishReason, error: Option<String>) {
         let mut sequence = self.sequences[slot].take().expect("a sequence ends once");
+        let slot = sequence.place.slot;
         // Where the host ends it, steps in flight go on: that hurts nobody where later positions are not looked at.
         let good = by == EndedBy::Device || self.burst.rewinds();
         match sequence.kept().filter(|_| good && reason != FinishReason::Error) {
-            Some(tokens) => self.scheduler.keep(sequence.place.slot, tokens),
-            None => self.scheduler.end(sequence.place.slot),
+            Some(tokens) => self.scheduler.keep(slot, tokens),
+            None => self.scheduler.end(slot),
         }
-        let slot = sequence.place.slot;
         if let Some(at) = self.delta.admit.iter().position(|init| init.slot == slot) {
             // The device has not heard of it, and what is released is released before anything is admitted.
             self.delta.admit.remove(at);
